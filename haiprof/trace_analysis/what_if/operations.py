@@ -14,7 +14,7 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.base.intervals import Bools, Ints
-from haiprof.trace_analysis.what_if.predict import Graph, Plan, plan_graph, times
+from haiprof.trace_analysis.what_if.predict import Plan, plan_graph, times
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 COMPUTING = (FORWARD, BACKWARD)
@@ -264,12 +264,9 @@ class OperationWhatIf:
         everyone = np.arange(rows)
         enters = np.flatnonzero(transfer_of >= 0)
         begins = np.where(transfer_of >= 0, 2 * rows + transfer_of, everyone)
-        graph = Graph(
-            point_count=2 * rows + count,
-            sources=np.concatenate([begins, earlier, enters]),
-            targets=np.concatenate([rows + everyone, later, 2 * rows + transfer_of[enters]]),
-        )
-        return plan_graph(graph), transfer_of
+        sources = np.concatenate([begins, earlier, enters])
+        targets = np.concatenate([rows + everyone, later, 2 * rows + transfer_of[enters]])
+        return plan_graph(2 * rows + count, sources, targets), transfer_of
 
     @property
     def measured_ns(self) -> Ints:
@@ -323,7 +320,7 @@ class OperationWhatIf:
     def replay(self, durations_ns: Ints) -> Ints:
         """Duration of each step, shape (steps,), with given durations of the operations."""
         plan = self._plan[0]
-        lengths = np.zeros((len(plan.graph.sources), durations_ns.shape[1]), dtype=np.int64)
+        lengths = np.zeros((len(plan.sources), durations_ns.shape[1]), dtype=np.int64)
         lengths[: len(durations_ns)] = durations_ns
         ends: Ints = times(plan, lengths).max(axis=0)
         return ends

@@ -25,8 +25,8 @@ from haiprof.trace_analysis.what_if.replay import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graph:
-    """Points in time and what each waits for; work and waiting are lengths of edges.
+class Plan:
+    """Points in time and what each waits for, in an order in which the edges can be followed.
 
     A task is two points (start, end) with its duration between them; a collective is a point that
     waits for the start of every member, with an edge to each member's end.
@@ -38,13 +38,6 @@ class Graph:
     """Earlier end of each edge, shape (edges,)."""
     targets: Ints
     """Later end of each edge, shape (edges,)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A graph's edges in an order in which they can be followed."""
-
-    graph: Graph
     edges: Ints
     """Edges by the level of their target, those of one target together."""
     heads: Ints
@@ -53,15 +46,14 @@ class Plan:
     """Where a new level begins in `heads`; ends with their number."""
 
 
-def plan_graph(graph: Graph) -> Plan:
-    """The order of a graph's edges."""
+def plan_graph(point_count: int, sources: Ints, targets: Ints) -> Plan:
+    """The order of a graph's edges; work and waiting are their lengths."""
     # Most edges in a chain before each point: Kahn's algorithm, a level at a time.
-    by_source = np.argsort(graph.sources, kind="stable")
-    after = graph.targets[by_source]
-    counts = np.bincount(graph.sources, minlength=graph.point_count)
+    after = targets[np.argsort(sources, kind="stable")]
+    counts = np.bincount(sources, minlength=point_count)
     first = np.cumsum(counts) - counts
-    missing = np.bincount(graph.targets, minlength=graph.point_count)
-    depth = np.zeros(graph.point_count, dtype=np.int64)
+    missing = np.bincount(targets, minlength=point_count)
+    depth = np.zeros(point_count, dtype=np.int64)
     front, level, seen = np.flatnonzero(missing == 0), 0, 0
     while len(front):
         depth[front] = level
@@ -71,23 +63,23 @@ def plan_graph(graph: Graph) -> Plan:
         reached = after[np.repeat(first[front], width) + inside]
         np.subtract.at(missing, reached, 1)
         front = np.unique(reached[missing[reached] == 0])
-    if seen < graph.point_count:
-        raise TraceFormatError(f"{graph.point_count - seen} points in time wait for each other")
-    order = np.lexsort((graph.targets, depth[graph.targets]))
-    targets = graph.targets[order]
-    heads = np.flatnonzero(np.append(True, targets[1:] != targets[:-1])[: len(targets)])
-    level_of_head = depth[targets[heads]]
+    if seen < point_count:
+        raise TraceFormatError(f"{point_count - seen} points in time wait for each other")
+    order = np.lexsort((targets, depth[targets]))
+    later = targets[order]
+    heads = np.flatnonzero(np.append(True, later[1:] != later[:-1])[: len(later)])
+    level_of_head = depth[later[heads]]
     changes = np.append(True, level_of_head[1:] != level_of_head[:-1])[: len(heads)]
     levels = np.append(np.flatnonzero(changes), len(heads))
-    return Plan(graph=graph, edges=order, heads=heads, levels=levels)
+    return Plan(point_count=point_count, sources=sources, targets=targets, edges=order,
+                heads=heads, levels=levels)  # fmt: skip
 
 
 def times(plan: Plan, lengths: Ints, delays: Ints | None = None) -> Ints:
     """When each point is reached."""
-    graph = plan.graph
-    found = np.zeros((graph.point_count, lengths.shape[1]), dtype=np.int64)
-    sources, along = graph.sources[plan.edges], lengths[plan.edges]
-    reached = graph.targets[plan.edges[plan.heads]]
+    found = np.zeros((plan.point_count, lengths.shape[1]), dtype=np.int64)
+    sources, along = plan.sources[plan.edges], lengths[plan.edges]
+    reached = plan.targets[plan.edges[plan.heads]]
     bounds = np.append(plan.heads, len(plan.edges))
     for low, high in zip(plan.levels[:-1], plan.levels[1:], strict=True):
         begin, end = bounds[low], bounds[high]
@@ -102,7 +94,7 @@ def times(plan: Plan, lengths: Ints, delays: Ints | None = None) -> Ints:
 class Job:
     """The graphs of all ranks as one; point 0 is the beginning."""
 
-    graph: Graph
+    plan: Plan
     times: Ints
     """When each point was reached, ns since the beginning, shape (points,)."""
     caused_ns: Ints
@@ -116,16 +108,12 @@ class Job:
     by_batches: bool
     """Whether the loader's workers limit the step: `bounds_ns` are of batches."""
     step_count: int
-    collective_count: int
-    """Of which waiting and transfer are told apart."""
-    apart_count: int
-    """Threads that keep their times, in sum over ranks."""
-    unmatched_count: int
-    """Communication kernels that take as long as they took, waiting included."""
-    held_counts: tuple[int, ...] = ()
-    """Of those, the ones that each change is about, and cannot change."""
-    ahead_count: int = 0
-    """Ranks whose loader's workers always had a batch ready."""
+    held_counts: tuple[int, ...]
+    """Communication kernels that each change is about, and cannot change."""
+    counts: dict[str, int]
+    """`collective_count`, of which waiting and transfer are told apart; `unmatched_count`, kernels
+    of communication that take as long as they took, waiting included; `apart_count`, threads that
+    keep their times; `ahead_count`, ranks whose loader's workers always had a batch ready."""
 
 
 def join_ranks(
@@ -161,12 +149,12 @@ def join_ranks(
         np.any([_meets(part, named) for part in change.parts or (change,)], axis=0)
         for change in changes
     ]
-    graph, arrived, lengths = _with_collectives(times, edges, lengths, members, changes)
+    plan, arrived, lengths = _with_collectives(times, edges, lengths, members, changes)
     begins = {rank: each.begins_ns - offsets.get(rank, 0) for rank, each in graphs.items()}
     leading = max(graphs, key=lambda rank: (graphs[rank].waited_ns, begins[rank]))
     bounds_ns = graphs[leading].bounds_ns - offsets.get(leading, 0)
     return Job(
-        graph=graph,
+        plan=plan,
         times=np.concatenate([times, arrived]),
         caused_ns=np.concatenate([caused, arrived]),
         lengths=lengths,
@@ -174,12 +162,13 @@ def join_ranks(
         bounds_ns=bounds_ns - min(begins.values()),
         by_batches=graphs[leading].waited_ns > 0,
         step_count=counts.pop(),
-        collective_count=len(arrived),
-        apart_count=sum(each.apart_count for each in graphs.values()),
-        unmatched_count=talks.height - members.height,
         held_counts=tuple(int(np.count_nonzero(each)) for each in met),
-        ahead_count=sum(each.workers_ahead for each in graphs.values()),
-    )
+        counts={
+            "collective_count": len(arrived), "unmatched_count": talks.height - members.height,
+            "apart_count": sum(each.apart_count for each in graphs.values()),
+            "ahead_count": sum(each.workers_ahead for each in graphs.values()),
+        },
+    )  # fmt: skip
 
 
 def _side_by_side(
@@ -212,7 +201,7 @@ def _side_by_side(
 def _with_collectives(
     times: Ints, edges: pl.DataFrame, lengths: Ints, members: pl.DataFrame,
     changes: Sequence[Change],
-) -> tuple[Graph, Ints, Ints]:  # fmt: skip
+) -> tuple[Plan, Ints, Ints]:  # fmt: skip
     """The graph with a point per collective, when the last member came, and lengths."""
     sources, targets = edges["source"].to_numpy().copy(), edges["target"].to_numpy()
     edge, number = members["edge"].to_numpy(), members["collective"].to_numpy()
@@ -225,12 +214,10 @@ def _with_collectives(
     lengths = np.concatenate([lengths, entering])
     lengths[edge] = np.rint(transfer[:, None] / np.stack(speedups, axis=1)).astype(np.int64)
     sources[edge] = len(times) + number
-    graph = Graph(
-        point_count=len(times) + len(arrived),
-        sources=np.concatenate([sources, begun]),
-        targets=np.concatenate([targets, len(times) + number]),
-    )
-    return graph, arrived, lengths
+    sources, targets = (np.concatenate(pair) for pair in (
+        (sources, begun), (targets, len(times) + number),
+    ))  # fmt: skip
+    return plan_graph(len(times) + len(arrived), sources, targets), arrived, lengths
 
 
 def _speedups(change: Change, members: pl.DataFrame) -> npt.NDArray[np.float64]:
@@ -299,41 +286,17 @@ _INEXACT_RATIO = 0.05
 makes short calls longer. Own choice, held against benchmarks/results/whatif_reruns.md."""
 
 
-Share = tuple[float, float | None, float | None]
-"""The step with a change, over the step as it was replayed, and its interval (95 %) from low to
-high; None where too few steps were traced."""
-
-
-def step_shares(
-    job: Job, reached: Ints, spans: Ints, *, error_ratio: float, unexplained_ratio: float
-) -> list[Share]:
-    """The share of each change."""
-    # Time in ns from bound to bound, shape (bounds - 1, 1 + changes). A bound is reached when the
-    # host is there and all that it launched before has run.
-    order = np.argsort(job.caused_ns, kind="stable")
-    latest = np.maximum.accumulate(reached[order], axis=0)
-    at = np.searchsorted(job.caused_ns[order], job.bounds_ns, side="right") - 1
-    steps: Ints = np.diff(latest[at], axis=0)
-    covered = steps[:, 0].sum() / spans[0]
-    by_batches = job.by_batches and len(steps) > 1 and covered >= _LEAST_PART
-    sums = steps.sum(axis=0) if by_batches else spans
-    values = sums[1:] / sums[0]
-    return [
-        _share(float(value), steps[:, column], steps[:, 0], abs(error_ratio), unexplained_ratio)
-        for column, value in enumerate(values, start=1)
-    ]
-
-
-def _share(
+def interval(
     value: float, changed: Ints, before: Ints, error_ratio: float, unexplained_ratio: float
-) -> Share:
+) -> tuple[float | None, float | None]:
+    """The interval (95 %) of a share of the step, from lengths of steps; None of too few steps."""
     if len(before) < _LEAST_STEPS or before.sum() <= 0:
-        return value, None, None
+        return None, None
     residuals: Floats = changed - value * before
     spread = mean_error(residuals).half_width(0.95)
     inexact = math.hypot(spread / before.mean(), error_ratio, _INEXACT_RATIO * abs(1 - value))
     low = max(value - inexact - unexplained_ratio * max(1 - value, 0.0), 0.0)
-    return value, low, value + inexact
+    return low, value + inexact
 
 
 PREDICTIONS_SCHEMA = {
@@ -352,54 +315,48 @@ def predictions(
 ) -> pl.DataFrame:  # fmt: skip
     """Step time as measured, as reproduced, and with each change."""
     job = join_ranks(graphs, waits, changes, offsets, collectives)
-    plan = plan_graph(job.graph)
-    reached = times(plan, job.lengths, _delays(job))
+    # How much later each point was than its dependencies explain, shape (points, 1).
+    never = np.iinfo(np.int64).min
+    latest = np.full(job.plan.point_count, never)
+    along = job.times[job.plan.sources] + job.lengths[:, 0]
+    np.maximum.at(latest, job.plan.targets, along)
+    delays = np.where(latest > never, np.maximum(job.times - latest, 0), 0)[:, None]
+    reached = times(job.plan, job.lengths, delays)
     spans = reached.max(axis=0) - job.begun_ns
-    explained = int(times(plan, job.lengths[:, :1]).max()) - job.begun_ns
+    explained = int(times(job.plan, job.lengths[:, :1]).max()) - job.begun_ns
     measured = int(job.times.max()) - job.begun_ns
     if measured <= 0:
         raise MissingDataError("trace what-if: no time passes in the steps of the traces")
-    shortened = (job.lengths[:, :1] - job.lengths).sum(axis=0)
-    changed = (job.lengths[:, :1] != job.lengths).sum(axis=0)
     reproduced = int(spans[0])
     step_ns = reproduced / job.step_count
-    common = {
-        "measured_step_ns": round(measured / job.step_count),
-        "reproduced_step_ns": round(step_ns),
-        "error_ratio": reproduced / measured - 1,
-        "unexplained_ratio": 1 - explained / measured,
-        "collective_count": job.collective_count,
-        "unmatched_count": job.unmatched_count,
-        "apart_count": job.apart_count,
-        "ahead_count": job.ahead_count,
-    }
-    shares = step_shares(
-        job, reached, spans, error_ratio=common["error_ratio"],
-        unexplained_ratio=common["unexplained_ratio"],
-    )  # fmt: skip
-    rows = [
-        {
+    error_ratio, unexplained_ratio = reproduced / measured - 1, 1 - explained / measured
+    # Time in ns from bound to bound, shape (bounds - 1, 1 + changes). A bound is reached when the
+    # host is there and all that it launched before has run.
+    order = np.argsort(job.caused_ns, kind="stable")
+    at = np.searchsorted(job.caused_ns[order], job.bounds_ns, side="right") - 1
+    steps: Ints = np.diff(np.maximum.accumulate(reached[order], axis=0)[at], axis=0)
+    covered = steps[:, 0].sum() / spans[0]
+    by_batches = job.by_batches and len(steps) > 1 and covered >= _LEAST_PART
+    sums = steps.sum(axis=0) if by_batches else spans
+    rows = []
+    for column, change in enumerate(changes, start=1):
+        value, lengths = float(sums[column] / sums[0]), job.lengths[:, column]
+        low, high = interval(
+            value, steps[:, column], steps[:, 0], abs(error_ratio), unexplained_ratio
+        )
+        rows.append({
             "change": str(change),
+            "measured_step_ns": round(measured / job.step_count),
+            "reproduced_step_ns": round(step_ns),
+            "error_ratio": error_ratio,
+            "unexplained_ratio": unexplained_ratio,
             "predicted_step_ns": round(value * step_ns),
             "low_step_ns": None if low is None else round(low * step_ns),
             "high_step_ns": None if high is None else round(high * step_ns),
             "saved_ratio": 1 - value,
-            "shortened_ns": int(less),
-            "changed_count": int(count),
-            "held_count": held,
-            **common,
-        }
-        for change, (value, low, high), less, count, held in zip(
-            changes, shares, shortened[1:], changed[1:], job.held_counts, strict=True
-        )
-    ]
+            "shortened_ns": int((job.lengths[:, 0] - lengths).sum()),
+            "changed_count": int((job.lengths[:, 0] != lengths).sum()),
+            "held_count": job.held_counts[column - 1],
+            **job.counts,
+        })  # fmt: skip
     return pl.DataFrame(rows, schema=PREDICTIONS_SCHEMA)
-
-
-def _delays(job: Job) -> Ints:
-    """How much later each point was than its dependencies explain, shape (points, 1)."""
-    arrivals = job.times[job.graph.sources] + job.lengths[:, 0]
-    never = np.iinfo(np.int64).min
-    latest = np.full(job.graph.point_count, never)
-    np.maximum.at(latest, job.graph.targets, arrivals)
-    return np.where(latest > never, np.maximum(job.times - latest, 0), 0)[:, None]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.trace_analysis.what_if.operations import OperationWhatIf, operation_table
-from haiprof.trace_analysis.what_if.predict import Graph, plan_graph, times
+from haiprof.trace_analysis.what_if.predict import Plan, plan_graph, times
 from tests.unit.analysis.trace.shared import traces
 
 Row = tuple[str, int, int, int, float, float]
@@ -131,9 +131,9 @@ def test_several_model_chunks_are_refused() -> None:
         operation_table(chunks)
 
 
-def graph_of(edges: list[tuple[int, int]], points: int) -> Graph:
+def plan_of(edges: list[tuple[int, int]], points: int) -> Plan:
     pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
-    return Graph(point_count=points, sources=pairs[:, 0], targets=pairs[:, 1])
+    return plan_graph(points, pairs[:, 0], pairs[:, 1])
 
 
 @st.composite
@@ -156,18 +156,18 @@ def test_times_are_the_longest_paths(
         before = [oracle(a) + w for a, b, w in edges if b == point]
         return max(before) + delays[point] if before else 0
 
-    plan = plan_graph(graph_of([(a, b) for a, b, _ in edges], points))
+    plan = plan_of([(a, b) for a, b, _ in edges], points)
     lengths = np.array([w for *_, w in edges], dtype=np.int64).reshape(-1, 1)
     found = times(plan, lengths, np.array(delays).reshape(-1, 1))
     assert found[:, 0].tolist() == [oracle(point) for point in range(points)]
 
 
 def test_columns_are_independent_cases() -> None:
-    plan = plan_graph(graph_of([(0, 1), (1, 2)], 3))
+    plan = plan_of([(0, 1), (1, 2)], 3)
     found = times(plan, np.array([[1, 10], [2, 20]]))
     assert found[2].tolist() == [3, 30]
 
 
 def test_circle_is_an_error() -> None:
     with pytest.raises(TraceFormatError, match="wait for each other"):
-        plan_graph(graph_of([(0, 1), (1, 2), (2, 1)], 3))
+        plan_of([(0, 1), (1, 2), (2, 1)], 3)
