@@ -346,6 +346,15 @@ def _as_ledger(
     works = pl.col("activity").str.contains(f"^(?:{COMPUTE}|{OPERATORS}: )")
     chain = pl.concat_str("code", "operator", separator="\n", ignore_nulls=True)
     summed = rows.filter(works).group_by(chain, maintain_order=True).agg(pl.col("ns").sum())
+    roles = computing.group_by("top", "operator", "kind", maintain_order=True).agg(
+        pl.col("ns").sum() / count
+    )  # fmt: skip
+    hosts = rows.filter(pl.col("activity").str.starts_with(f"{OPERATORS}: "), not is_on_device)
+    on_host = hosts.drop_nulls("operator").group_by(
+        "operator", pl.col("code").str.split("\n").list.last()
+    ).agg(pl.col("ns").sum() / count).sort(
+        "ns", "operator", "code", descending=[True, False, False]
+    )  # fmt: skip
     return DeviceLedger(
         ledger=ledger,
         on_device=is_on_device,
@@ -361,8 +370,8 @@ def _as_ledger(
         linked_count=sum(each.linked_count for each in ranks.values()),
         operators=_operators(computing, times, own, count),
         uneven=_uneven(computing, times, own) if len(peers) else (),
-        roles=_roles(computing, count),
-        host_operators=() if is_on_device else _host_operators(rows, count),
+        roles=tuple(OperatorRole(*row) for row in roles.iter_rows()),
+        host_operators=tuple(HostOperator(*row) for row in on_host.iter_rows()),
         branches={tuple(code.split("\n")): ns / count for code, ns in summed.iter_rows() if code},
         damage=tuple(note for each in ranks.values() for note in each.damage),
         device_name=next((each.device_name for each in parts.values()), None),
@@ -370,48 +379,42 @@ def _as_ledger(
     )
 
 
-def _roles(rows: pl.DataFrame, count: int) -> tuple[OperatorRole, ...]:
-    summed = rows.group_by("top", "operator", "kind", maintain_order=True).agg(pl.col("ns").sum())
-    return tuple(
-        OperatorRole(top, name, kind, ns / count) for top, name, kind, ns in summed.iter_rows()
-    )
-
-
-def _host_operators(rows: pl.DataFrame, count: int) -> tuple[HostOperator, ...]:
-    works = rows.filter(pl.col("activity").str.starts_with(f"{OPERATORS}: ")).drop_nulls("operator")
-    summed = works.group_by("operator", pl.col("code").str.split("\n").list.last()).agg(
-        pl.col("ns").sum()
-    ).sort("ns", "operator", "code", descending=[True, False, False])  # fmt: skip
-    return tuple(HostOperator(name, code, ns / count) for name, code, ns in summed.iter_rows())
-
-
 def _operators(
     rows: pl.DataFrame, times: _Steps, own: Ints, count: int
 ) -> tuple[DeviceOperator, ...]:
     """The operators of all devices, and what each could gain."""
-    key = list(OPERATOR)
+    key, sums = list(OPERATOR), ("call_count", "kernel_count", "short_count", "short_ns", "ns",
+                                 "known_ns", "flops", "bytes")  # fmt: skip
     keys = rows.group_by(key, maintain_order=True).agg(
         pl.col("kernel", "row_count", "estimate", "compute_ratio", *LAUNCH).first(),
-        *(pl.col(name).sum() for name in (
-            "call_count", "kernel_count", "short_count", "short_ns", "ns", "known_ns", "flops",
-            "bytes",
-        )),
+        pl.col(sums).sum(),
         *(pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
           for name in ("roof_ns", "tensor_ns")),
     ).with_row_index("account")  # fmt: skip
     numbered = rows.join(keys.select("account", *key), on=key, nulls_equal=True)
-    gains = []
-    for name in ("reach_ns", "sure_ns", "best_ns"):
-        less = (pl.col("ns") - pl.col(name).fill_null(pl.col("ns"))).clip(0).round()
+    gains = {}
+    for gain, reached in (("gain_ns", "reach_ns"), ("gain_low_ns", "sure_ns"),
+                          ("gain_high_ns", "best_ns")):  # fmt: skip
+        less = (pl.col("ns") - pl.col(reached).fill_null(pl.col("ns"))).clip(0).round()
         cube = times.cube(numbered.with_columns(ns=less.cast(pl.Int64)), len(keys))
-        gains.append([
-            float((own.max(axis=0) - (own - each).max(axis=0)).mean()) for each in cube
-        ])  # fmt: skip
-    found = [
-        _operator(row, count, *(each[row["account"]] for each in gains))
-        for row in keys.iter_rows(named=True)
-    ]
-    return tuple(sorted(found, key=lambda each: (-each.gain_ns, -each.ns_per_step)))
+        gains[gain] = [float((own.max(axis=0) - (own - each).max(axis=0)).mean()) for each in cube]
+
+    def of_known(name: str, unit: float = 1.0) -> pl.Expr:
+        known = (pl.col("known_ns") > 0) & (pl.col(name) > 0)
+        return pl.when(known).then(pl.col(name) / (pl.col("known_ns") / unit))
+
+    table = keys.select(
+        *("shapes", "kind", "precision", "kernel", "row_count", "estimate", *LAUNCH),
+        pl.col("call_count", "kernel_count", "short_count") / count,
+        name="operator", short_ns_per_step=pl.col("short_ns") / count,
+        ns_per_step=pl.col("ns") / count, flops_per_s=of_known("flops", 1e9),
+        bytes_per_s=of_known("bytes", 1e9), roofline_ratio=of_known("roof_ns"),
+        tensor_ratio=of_known("tensor_ns"),
+        bound=pl.when(pl.col("compute_ratio") > 1).then(pl.lit("compute"))
+        .when(pl.col("compute_ratio").is_not_null()).then(pl.lit("memory")),
+        **{name: pl.Series(values, dtype=pl.Float64) for name, values in gains.items()},
+    ).sort("gain_ns", "ns_per_step", descending=True, maintain_order=True)  # fmt: skip
+    return tuple(DeviceOperator(**row) for row in table.iter_rows(named=True))
 
 
 def _uneven(rows: pl.DataFrame, times: _Steps, own: Ints) -> tuple[UnevenOperator, ...]:
@@ -445,26 +448,6 @@ def _uneven(rows: pl.DataFrame, times: _Steps, own: Ints) -> tuple[UnevenOperato
             gain_ns=float(gains.mean()), gain_low_ns=low, gain_high_ns=high,
         ))  # fmt: skip
     return tuple(sorted((each for each in found if each.gain_ns > 0), key=lambda x: -x.gain_ns)[:3])
-
-
-def _operator(
-    row: dict[str, Any], count: int, gain: float, low: float, high: float
-) -> DeviceOperator:
-    known_s, ratio = row["known_ns"] / 1e9, row["compute_ratio"]
-    bound = None if ratio is None else "compute" if ratio > 1 else "memory"
-    return DeviceOperator(
-        name=row["operator"], shapes=row["shapes"], kind=row["kind"],
-        precision=row["precision"], kernel=row["kernel"], call_count=row["call_count"] / count,
-        kernel_count=row["kernel_count"] / count, short_count=row["short_count"] / count,
-        short_ns_per_step=row["short_ns"] / count, row_count=row["row_count"],
-        ns_per_step=row["ns"] / count,
-        flops_per_s=row["flops"] / known_s if known_s and row["flops"] else None,
-        bytes_per_s=row["bytes"] / known_s if known_s and row["bytes"] else None,
-        bound=bound, estimate=row["estimate"],
-        roofline_ratio=row["roof_ns"] / row["known_ns"] if known_s and row["roof_ns"] else None,
-        tensor_ratio=row["tensor_ns"] / row["known_ns"] if known_s and row["tensor_ns"] else None,
-        gain_ns=gain, gain_low_ns=low, gain_high_ns=high, **{name: row[name] for name in LAUNCH},
-    )  # fmt: skip
 
 
 class _Steps:
