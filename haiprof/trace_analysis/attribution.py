@@ -282,9 +282,7 @@ def _cpu_time(tree: CallTree, window: tuple[int, int] | None) -> pl.DataFrame:
 def _by_external_id(tree: CallTree, gpu: pl.DataFrame, around: Ints) -> Ints:
     """Row of the operator with each GPU event's external id; -1 where there is none.
 
-    The id is an operator's where those operators have it that are around the calls: Kineto of 2022
-    and 2023 wrote the number of the call there, which meets ids of operators by chance. An operator
-    that begins after the event did not launch it.
+    Kineto of 2022 and 2023 wrote the call's number there, so most ids must be of operators around.
     """
     nothing = np.full(len(gpu), -1, dtype=np.int64)
     noted = gpu.select("correlation", "ts_ns", id=pl.coalesce("external_id", "gpu_external_id"))

@@ -163,9 +163,8 @@ def _by_pairs(gpu: DeviceEvents, pairs: Pairs) -> tuple[Ints, Ints]:
 def _infer_waits(gpu: DeviceEvents, best: Ints, why: Ints) -> Ints:
     """Another stream's event that ended just before a waiting one began.
 
-    Assumed where the launching thread called cudaStreamWaitEvent since the stream's last launch
-    and no sync events are recorded, where both are of one CUDA graph, or where the event began
-    unusually late and just after it (that need not be an order: it may have waited for room).
+    Assumed after cudaStreamWaitEvent without sync events, in a CUDA graph, and where it began late
+    (that need not be an order: it may have waited for room).
     """
     late = gpu.starts - best > USUAL_DELAY_NS
     told = np.zeros_like(late) if gpu.trace.sync.height else _wait_called(gpu)

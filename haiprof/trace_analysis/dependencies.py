@@ -293,11 +293,9 @@ def host_waits(gpu: DeviceEvents) -> Iterator[HostWaits]:
 
 
 def _own_copies(gpu: DeviceEvents) -> Iterator[HostWaits]:
-    """Copies that ended before their call returned, which had waited for them.
+    """Copies that ended before their call returned, as of pageable memory: it had waited for them.
 
-    cudaMemcpyAsync does so with pageable memory, whatever its name says. A call that always blocks
-    and whose copy is not in the trace waited for what ended last in it: copies come after all work
-    before them.
+    A call that always blocks, without its copy in the trace, waited for what ended last in it.
     """
     copies = np.flatnonzero((gpu.frame["kind"] == MEMORY).to_numpy() & (gpu.call >= 0))
     calls, own = gpu.calls, gpu.call[copies]
@@ -315,10 +313,9 @@ def _own_copies(gpu: DeviceEvents) -> Iterator[HostWaits]:
 
 
 def _stream_syncs(gpu: DeviceEvents) -> HostWaits:
-    """What cudaStreamSynchronize and cudaEventSynchronize waited for.
+    """What cudaStreamSynchronize and cudaEventSynchronize waited for: the stream of the sync event.
 
-    Where a sync event names the stream, its last event; else the last event of the stream that
-    the thread launched to before, as PyTorch does after a copy; else what ended last in the call.
+    Else that to which the thread launched before, as PyTorch does; else what ended last in it.
     """
     syncs = gpu.calls.find(STREAM_SYNC)
     starts, ends = gpu.calls.starts[syncs], gpu.calls.ends[syncs]
@@ -545,8 +542,7 @@ def hand_overs(host: HostEvents, main: Thread) -> list[HandOvers]:
 def _waits(host: HostEvents, waiting: Thread, working: Thread) -> HandOvers:
     """Pauses of a thread in which another one was done with something.
 
-    In a pause the thread begins and ends nothing, and is in no operator that calls no other one: in
-    such a one it works. Of the working thread the outermost operators count.
+    Of the working thread the outermost operators count.
     """
     # Gaps between neighbouring starts and ends in which no innermost operator runs.
     starts, ends = host.work_of(waiting)

@@ -271,15 +271,12 @@ def _idle_lines(
     host: Host, gaps: Intervals, starts: Ints, calls: tuple[Ints, Ints], row: Ints, seen: Bools,
     blocking: Ints,
 ) -> list[_Time]:  # fmt: skip
-    """What the host did while the device was idle.
+    """What the host did while the device was idle: late until the next event's launch returned.
 
-    Until the call that launched the next event has returned, the host is late; after that the
-    device itself takes its time. Where the host waited for the device when that became idle, it
-    would have been ahead by as long as it waited: so much of the gap belongs to that wait.
-
-    Of each event in order: when it starts, begin and end of its launch (`calls`), that one's `row`
-    in the host's tree, or -1, and whether a launch up to it on its stream is in the trace (`seen`).
+    A wait for the device as that became idle has as much of the gap as it lasted.
     """
+    # Of each event in order: `starts`, begin and end of its launch (`calls`), that one's `row` in
+    # the host's tree, or -1, and whether a launch up to it on its stream is in the trace (`seen`).
     after = np.searchsorted(starts, gaps.ends, side="left")
     last = after >= len(starts)
     at = np.where(last, 0, after)

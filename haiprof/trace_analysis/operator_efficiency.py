@@ -6,13 +6,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.base.intervals import Bools, Ints, union
+from haiprof.base.intervals import Ints, union
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree, roots
 from haiprof.trace_analysis.device_ledger import not_covered
@@ -44,9 +43,7 @@ from haiprof.trace_analysis.operator_work import (
     MOE,
     NEED_VALUES,
     OPTIMIZER,
-    Formula,
     OwnFormulas,
-    Work,
     arguments_of,
     formula_of,
     triton_work,
@@ -268,20 +265,23 @@ def _with_roofline(rows: pl.DataFrame, peak: Peak | None) -> pl.DataFrame:
         return rows.with_columns(
             bound=pl.lit(None, dtype=pl.String), roofline_ratio=pl.lit(None, dtype=pl.Float64)
         )
+    compute, memory, is_known = _ns_at_peak(peak, "timed_flops", "timed_bytes")
+    bound = pl.when(compute > memory).then(pl.lit("compute")).otherwise(pl.lit("memory"))
+    least, time = pl.max_horizontal(compute, memory), pl.col("time_ns")
+    return rows.with_columns(
+        bound=pl.when(is_known).then(bound),
+        roofline_ratio=pl.when(is_known & (time > 0)).then(least / time),
+    )
+
+
+def _ns_at_peak(peak: Peak, flops: str, size: str) -> tuple[pl.Expr, pl.Expr, pl.Expr]:
+    """How long computing and memory take at the peak, and whether both are known."""
     top = pl.col("precision").replace_strict(
         dict(peak.flops_per_s), default=None, return_dtype=pl.Float64
     )
-    compute_s, memory_s = pl.col("timed_flops") / top, pl.col("timed_bytes") / peak.bytes_per_s
-    memory_s = pl.when(memory_s.is_not_nan()).then(memory_s)
-    is_known = (compute_s.is_not_null() | (pl.col("flops") == 0)) & memory_s.is_not_null()
-    least_s = pl.max_horizontal(compute_s.fill_null(0.0), memory_s)
-    bound = pl.when(compute_s.fill_null(0.0) > memory_s).then(pl.lit("compute"))
-    return rows.with_columns(
-        bound=pl.when(is_known).then(bound.otherwise(pl.lit("memory"))),
-        roofline_ratio=pl.when(is_known & (pl.col("time_ns") > 0)).then(
-            least_s * 1e9 / pl.col("time_ns")
-        ),
-    )
+    compute = pl.when(pl.col("flops") == 0).then(0.0).otherwise(pl.col(flops) / top * 1e9)
+    memory = pl.col(size) / peak.bytes_per_s * 1e9
+    return compute, memory, compute.is_not_null() & memory.is_not_null() & memory.is_not_nan()
 
 
 def step_efficiency(
@@ -321,10 +321,8 @@ def step_efficiency(
     seconds, reason = _seconds_at_peak(matrix.with_columns(model_flops=once), peak, device)
     known = matrix_known_ns / matrix_ns if matrix_ns else None
     if known is not None and known < _KNOWN_LEAST:
-        seconds, reason = (
-            None,
-            f"the work of {100 * known:.0f} % of the matrix kernels' time is known",
-        )
+        share = f"{100 * known:.0f} %"
+        seconds, reason = None, f"the work of {share} of the matrix kernels' time is known"
     if matrix.is_empty() and known_ns < _KNOWN_WHOLE * gpu_ns:
         seconds, reason = None, "of no matrix product is the work known"
     wall_s = (high - low) / 1e9
@@ -375,12 +373,7 @@ def _seconds_at_peak(
 def _known_calls(
     trace: Trace, steps: Steps, formulas: OwnFormulas | None
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Calls of operators whose work is known with the time that they took, and all GPU events.
-
-    Of calls `row` of the tree, `name`, `input_dims`, the columns of `_WORK_SCHEMA`,
-    `is_recomputed`, `time_ns`, and `kernel`, the longest of its kernels. Of GPU events `dur_ns`,
-    `row` of the call that they belong to, or -1, and `is_matrix`, by their name.
-    """
+    """Calls of known work with `time_ns` and the longest `kernel`; GPU events with their `row`."""
     if trace.ops["input_dims"].null_count() == len(trace.ops):
         raise MissingDataError(
             f"{trace.path}: no shapes of operators in it, their FLOPs are unknown",
@@ -443,13 +436,15 @@ def calls_with_work(
     values = concrete_values(trace.path, needing.select("event", "name"))
     calls = calls.join(values, on="event", how="left")
     keys = ["name", "input_dims", "input_types", "values"]
-    worked = [_row(key, table) for key in calls.select(keys).unique().iter_rows()]
-    work = pl.DataFrame(worked, orient="row", schema={
-        **dict.fromkeys(keys, pl.String), **_WORK_SCHEMA,
-    })  # fmt: skip
-    calls = calls.join(work, on=keys, how="inner", nulls_equal=True).filter(
-        pl.col("flops").is_not_null()
-    )
+    worked = [
+        (*key, work.kind, work.flops, work.model_flops, work.bytes, work.precision,
+         work.least_bytes if work.least_bytes != work.bytes else None, work.rows)
+        for key in calls.select(keys).unique().iter_rows()
+        if (work := work_of(key[0], arguments_of(*key[1:3]), values_of(key[3]), table))
+    ]  # fmt: skip
+    schema = dict.fromkeys(keys, pl.String) | _WORK_SCHEMA
+    found = pl.DataFrame(worked, schema=schema, orient="row")
+    calls = calls.join(found, on=keys, how="inner", nulls_equal=True)
     # One form of an operator may call another: upsample_nearest1d.vec, of the same name.
     above = tree.parent[calls["row"].to_numpy()]
     again = calls["name"] == tree.names_at(above)
@@ -466,8 +461,7 @@ def calls_with_work(
         if not holds[row]:
             for _, above in tree.outwards(tree.parent[[row]]):
                 holds[above] = True
-    found: Bools = composed & holds[rows]
-    calls = calls.filter(~pl.Series(found))
+    calls = calls.filter(~pl.Series(composed & holds[rows]))
     # What is part of one that counts as a whole: of a convolution, of a list of tensors.
     as_whole = pl.col("kind").is_in([ATTENTION, CONVOLUTION, MOE, OPTIMIZER])
     whole = calls.filter(as_whole | pl.col("name").is_in(list(own)))["row"].to_numpy()
@@ -476,15 +470,6 @@ def calls_with_work(
     inside = nearest_rows(tree, calls["row"].to_numpy(), np.flatnonzero(backward)) >= 0
     again = pl.Series(inside) & (calls["sequence_number"].fill_null(-1) >= 0)
     return calls.with_columns(is_recomputed=again).filter(~pl.Series(outer))
-
-
-def _row(key: tuple[Any, ...], formulas: Mapping[str, Formula]) -> tuple[Any, ...]:
-    name, dims, types, values = key
-    work: Work | None = work_of(name, arguments_of(dims, types), values_of(values), formulas)
-    if work is None:
-        return (*key, *[None] * len(_WORK_SCHEMA))
-    own = (work.kind, work.flops, work.model_flops, work.bytes, work.precision)
-    return (*key, *own, work.least_bytes if work.least_bytes != work.bytes else None, work.rows)
 
 
 def nearest_rows(tree: CallTree, rows: Ints, chosen: Ints) -> Ints:
@@ -598,12 +583,7 @@ def _with_times_at_roofline(calls: pl.DataFrame, peak: Peak | None) -> pl.DataFr
         .otherwise("bytes"),
         estimate=pl.when(is_least).then(pl.lit("at least")).when(is_open).then(pl.lit("about")),
     )
-    top = pl.col("precision").replace_strict(
-        dict(peak.flops_per_s), default=None, return_dtype=pl.Float64
-    )
-    compute = pl.when(flops == 0).then(0.0).otherwise(flops / top * 1e9)
-    memory = pl.col("bytes") / peak.bytes_per_s * 1e9
-    is_known = compute.is_not_null() & memory.is_not_null() & memory.is_not_nan()
+    compute, memory, is_known = _ns_at_peak(peak, "flops", "bytes")
     least = pl.col("launched") * float(_LEAST_NS)
     shares = [
         kind.replace_strict({k: v[at] for k, v in REACHED.items()}, default=_REACHED_OTHERS[at])
@@ -637,35 +617,21 @@ def _name(pieces: pl.DataFrame) -> pl.DataFrame:
     )
     part = pl.col("ns") / pl.col("kernel_ns")
     rows = pieces.join(named, on=["longest", "own"], how="left", nulls_equal=True).select(
-        "device", "step", "event", "row", "top",
-        operator=pl.coalesce("name", "bare_name"), shapes="input_dims",
-        kind=pl.coalesce("kind", "bare_kind"), precision="precision",
-        kernel=pl.coalesce("kernel", "longest"), row_count="row_count", ns="ns",
-        **{name: pl.col(name) for name in LAUNCH},
-        estimate="estimate", compute_ratio="compute_ratio",
-        is_short=pl.col("dur_ns") < SHORT_NS,
+        *("device", "step", "event", "row", "top", "precision", "row_count", "ns"),
+        *("estimate", "compute_ratio", *LAUNCH), operator=pl.coalesce("name", "bare_name"),
+        shapes="input_dims", kind=pl.coalesce("kind", "bare_kind"),
+        kernel=pl.coalesce("kernel", "longest"), is_short=pl.col("dur_ns") < SHORT_NS,
         known_ns=pl.when(pl.col("name").is_not_null()).then("ns"),
-        flops=pl.col("flops") * part, bytes=pl.col("bytes") * part,
-        roof_ns=pl.col("roof_ns") * part,
-        tensor_ns=pl.col("tensor_ns") * part,
-        best_ns=pl.min_horizontal(pl.col("best_ns") * part, "ns"),
-        reach_ns=pl.min_horizontal(pl.col("reach_ns") * part, "ns"),
-        sure_ns=pl.min_horizontal(pl.col("sure_ns") * part, "ns"),
+        **{name: pl.col(name) * part for name in ("flops", "bytes", "roof_ns", "tensor_ns")},
+        **{name: pl.min_horizontal(pl.col(name) * part, "ns")
+           for name in ("best_ns", "reach_ns", "sure_ns")},
     )  # fmt: skip
     keys = ["device", "step", "top", *OPERATOR]
     nullable = {
         name: pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
-        for name in (
-            "known_ns",
-            "flops",
-            "bytes",
-            "roof_ns",
-            "best_ns",
-            "reach_ns",
-            "sure_ns",
-            "tensor_ns",
-        )
-    }
+        for name in ("known_ns", "flops", "bytes", "roof_ns", "best_ns", "reach_ns", "sure_ns",
+                     "tensor_ns")
+    }  # fmt: skip
     return rows.sort("ns", descending=True).group_by(keys, maintain_order=True).agg(
         pl.col("kernel", "row_count", "estimate", "compute_ratio", *LAUNCH).first(),
         pl.col("ns").sum(),

@@ -317,11 +317,8 @@ def _attention(
 ) -> Work:
     """Query, key and value, each (batch, heads, length, width), from the argument at `first` on.
 
-    With `heads_last` they are (batch, length, heads, width), as FlashAttention has them.
-
-    Forward are two products; backward four, and the first of the forward ones again, which is
-    recomputation (FlashAttention, arXiv 2205.14135; torch.utils.flop_counter counts it as well).
-    Of causal attention the half that is masked is not counted, as kernels leave it out.
+    Backward are four products, and the first again, which is recomputation (arXiv 2205.14135). Of
+    causal attention the half that is masked is not counted, as kernels leave it out.
     """
     query, key, value = (call.tensor(first + at) for at in range(3))
     batch, heads, length, width = query.shape
@@ -343,11 +340,7 @@ def _attention(
 def _fused_moe(call: Call) -> Work:
     """(tokens, up, down, weights of the chosen experts, ...), as vLLM's and AITER's operators.
 
-    A mixture of experts as one operator: each token goes to `chosen` experts. The shapes do not say
-    how tokens were routed: at least `chosen` experts are read, and where each token is as likely to
-    go to one as to another, so many as TraceLens counts (FusedMoE.bytes_func, TraceLens/PerfModel/
-    extensions/moe_perf_model_extensions.py). Weights of 4 bits stand two to a byte. `up` is
-    (experts, inner width, width), twice as wide where gated; `down` is its transpose.
+    Shapes do not tell the routing: experts are as likely as in TraceLens's FusedMoE.bytes_func.
     """
     tokens, up, down, weights_of_chosen = (call.tensor(at) for at in range(4))
     chosen = weights_of_chosen.shape[1]

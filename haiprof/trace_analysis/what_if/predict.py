@@ -243,9 +243,8 @@ def _meets(change: Change, collectives: pl.DataFrame) -> Bools:
 def _even_out(change: Change, edges: pl.DataFrame, lengths: Ints, members: pl.DataFrame) -> Ints:
     """Lengths with the work of one rank, or of all, set to that of the others.
 
-    Between two collectives that all of them are in, a rank's work of one kind (kernels of one name,
-    or the CPU) takes, in sum, as long as the middle of the other ranks' same work; with all ranks
-    evened, as long as their mean.
+    Between two collectives of all, work of one kind takes as long as the middle of the others' (of
+    all ranks: as their mean).
     """
     own = edges.with_columns(ns=pl.Series(lengths)).drop_nulls("label").sort("begin_ns")
     known = own["rank"].unique().to_list()
