@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -126,85 +127,68 @@ def _compared_names(events: pl.DataFrame, rename: Callable[[str], str]) -> pl.Da
 def _per_window(events: pl.DataFrame, windows: list[_StepWindow], kind: str) -> pl.DataFrame:
     """Count, time and share of each name in each window."""
     spans = events.sort("pid", "tid", "ts_ns", -pl.col("dur_ns"), maintain_order=True)
+    shares = _shares(spans, windows, kind) if kind in NOTHING else repeat(None)
     parts = []
-    shares = _Shares(spans, kind) if kind in NOTHING else None
-    for window in windows:
+    for window, own in zip(windows, shares, strict=False):
         inside = pl.col("when_ns").is_between(window.start_ns, window.end_ns, closed="left")
         found = spans.filter(inside).group_by("name").agg(
             pl.len().cast(pl.Int64).alias("count"), pl.col("dur_ns").sum().alias("total_ns")
         ).with_columns(pl.col("name").cast(pl.String))  # fmt: skip
-        if shares is None:
+        if own is None:
             found = found.with_columns(share_ns=pl.lit(None, pl.Float64))
         else:
-            own = shares.of(window)
+            # Events that only reach into this window have no count in it.
+            known = pl.when(pl.col("name") != NOTHING[kind])
             found = found.join(own, on="name", how="full", coalesce=True).with_columns(
                 pl.col("share_ns").fill_null(0),
-                # events that only reach into this window have no count in it
-                pl.when(pl.col("name") != NOTHING[kind]).then(
-                    pl.col("count", "total_ns").fill_null(0)
-                ),
+                known.then(pl.col("count", "total_ns").fill_null(0)),
             )
         parts.append(found.with_columns(step=pl.lit(window.step, pl.Int64), of=pl.lit(kind)))
     return pl.concat(parts)
 
 
-class _Shares:
-    """Divides the time of windows among the names that are active in it."""
+def _shares(
+    spans: pl.DataFrame, windows: list[_StepWindow], kind: str
+) -> Iterator[pl.DataFrame]:  # fmt: skip
+    """Divides the time of each window among the names that are active in it.
 
-    def __init__(self, spans: pl.DataFrame, kind: str) -> None:
-        self._kind = kind
-        self._spans = spans
-        self._starts = spans["ts_ns"].to_numpy()
-        self._ends = self._starts + spans["dur_ns"].to_numpy()
-        if kind == KERNEL:
-            self._parent = np.full(len(spans), -1, dtype=np.int64)
-            active = (self._starts, self._ends)
-        else:
-            self._parent = nest(spans).parent
-            threads = [union_of(rows) for _, rows in spans.group_by("pid", "tid")]
-            nothing = np.zeros(0, dtype=np.int64)
-            active = (
-                np.concatenate([nothing, *(each.starts for each in threads)]),
-                np.concatenate([nothing, *(each.ends for each in threads)]),
-            )
-        self._begins = uncovered_starts(self._starts, self._ends, self._parent)
-        self._moments, self._passed = _divide_time(*active)
-
-    def of(self, window: _StepWindow) -> pl.DataFrame:
-        """`name` and `share_ns`; with the rest of the window under `NOTHING`."""
-        share = self._part(self._starts, self._ends, window)
-        inner = np.flatnonzero(self._parent >= 0)
-        held = self._part(self._begins[inner], self._ends[inner], window)
-        np.subtract.at(share, self._parent[inner], held)
-        names = self._spans.select(pl.col("name"), share_ns=pl.Series(share, dtype=pl.Float64))
-        found = names.group_by("name").agg(pl.col("share_ns").sum())
-        found = found.filter(pl.col("share_ns") != 0).with_columns(pl.col("name").cast(pl.String))
-        rest = window.end_ns - window.start_ns - float(found["share_ns"].sum())
-        nothing = pl.DataFrame({"name": [NOTHING[self._kind]], "share_ns": [max(rest, 0.0)]})
-        return pl.concat([found, nothing])
-
-    def _part(self, starts: Ints, ends: Ints, window: _StepWindow) -> Floats:
-        """How much of the divided time falls into each span within the window."""
-        first = np.clip(starts, window.start_ns, window.end_ns)
-        last = np.maximum(np.clip(ends, window.start_ns, window.end_ns), first)
-        return self._at(last) - self._at(first)
-
-    def _at(self, times: Ints) -> Floats:
-        if not len(self._moments):
-            return np.zeros(len(times))
-        base = self._moments[0]  # floats hold ns only near 0
-        found: Floats = np.interp(times - base, self._moments - base, self._passed)
-        return found
-
-
-def _divide_time(starts: Ints, ends: Ints) -> tuple[Ints, Floats]:
-    """Times, and the cumulative time until each if k concurrent spans get 1/k each."""
-    moments, place = np.unique(np.concatenate([starts, ends]), return_inverse=True)
-    change = np.repeat([1.0, -1.0], len(starts))
+    Yields `name` and `share_ns`, with the rest of the window under `NOTHING`.
+    """
+    starts = spans["ts_ns"].to_numpy()
+    ends = starts + spans["dur_ns"].to_numpy()
+    parent, active = np.full(len(spans), -1, dtype=np.int64), [(starts, ends)]
+    if kind != KERNEL:
+        parent = nest(spans).parent
+        active += [union_of(rows) for _, rows in spans.group_by("pid", "tid")]
+        active = active[1:] or active
+    begins, inner = uncovered_starts(starts, ends, parent), np.flatnonzero(parent >= 0)
+    # Times, and the cumulative time until each if k concurrent spans get 1/k each.
+    edges = [np.concatenate(each) for each in zip(*active, strict=True)]
+    moments, place = np.unique(np.append(*edges), return_inverse=True)
+    change = np.repeat([1.0, -1.0], len(edges[0]))
     running = np.cumsum(np.bincount(place, weights=change, minlength=len(moments)))[:-1]
     rate = np.divide(1.0, running, out=np.zeros(len(running)), where=running > 0)
     passed = np.append(0.0, np.cumsum(np.diff(moments) * rate))
-    return moments, passed
+    base = int(moments[0]) if len(moments) else 0  # floats hold ns only near 0
+
+    def take_part(starts: Ints, ends: Ints, window: _StepWindow) -> Floats:
+        first = np.clip(starts, window.start_ns, window.end_ns)
+        last = np.maximum(np.clip(ends, window.start_ns, window.end_ns), first)
+        if not len(moments):
+            return np.zeros(len(starts))
+        until, since = (np.interp(at - base, moments - base, passed) for at in (last, first))
+        share: Floats = until - since
+        return share
+
+    for window in windows:
+        share = take_part(starts, ends, window)
+        np.subtract.at(share, parent[inner], take_part(begins[inner], ends[inner], window))
+        names = spans.select(pl.col("name"), share_ns=pl.Series(share, dtype=pl.Float64))
+        found = names.group_by("name").agg(pl.col("share_ns").sum())
+        found = found.filter(pl.col("share_ns") != 0).with_columns(pl.col("name").cast(pl.String))
+        rest = window.end_ns - window.start_ns - float(found["share_ns"].sum())
+        nothing = pl.DataFrame({"name": [NOTHING[kind]], "share_ns": [max(rest, 0.0)]})
+        yield pl.concat([found, nothing])
 
 
 ADDED, DELETED, INCREASED, DECREASED, UNCHANGED = (
