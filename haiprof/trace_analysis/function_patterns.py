@@ -238,8 +238,7 @@ _RATE, _FILL, _BLOCKS = "bandwidth_bytes_per_s", "occupancy_ratio", "blocks"
 NO_GPU = "no GPU event was recorded: nobody knows what ran beside the host's functions"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFunctions:
+class RankFunctions(NamedTuple):
     """What the functions of one rank did, and its collectives."""
 
     functions: pl.DataFrame
@@ -256,24 +255,35 @@ def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False)
     Source: EROICA (arXiv 2506.08528): beta, mu and sigma of a function and worker.
     """
     window = pattern_window(trace, steps)
+    whole = window.end - window.start
     parts, communication = function_events(trace, window, geometry=geometry)
     unknown = trace.gpu.is_empty() and has_gpu(trace)
-    tables: list[pl.DataFrame] = []
-    ratios: dict[str, int | None] = {}
+    tables = [pl.DataFrame(schema=FUNCTIONS_SCHEMA)]
+    ratios: dict[str, int | None] = dict.fromkeys(PRIORITY)
     free = union(np.array([window.start]), np.array([window.end]))  # of kinds above
     for kind in PRIORITY[:-1]:
         table, active = _kind(parts[kind], window, free)
         tables.append(table.with_columns(kind=pl.lit(kind)))
         ratios[kind] = total(intersection(active, free))
         free = difference(free, active)
-    stacks, host_ns = _host(trace, window, free)
-    tables.append(stacks)
-    ratios[PYTHON] = host_ns
-    functions = _complete(pl.concat(tables, how="diagonal"), window, unknown=unknown)
+    # Call stacks, and how long the host alone was in any of them.
+    if (calls := host_calls(trace)) is not None:
+        found = stack_times(calls, window, free, least_ns=int(KEPT_RATIO * whole))
+        tables.append(found.with_columns(kind=pl.lit(PYTHON), type=pl.lit("")))
+        top = calls.spans.filter(pl.Series(calls.parent < 0))
+        ratios[PYTHON] = total(intersection(union_of(_cut(top, window)), free))
+    on_host = pl.col("kind").is_in([RUNTIME, PYTHON])
+    known = pl.concat(tables, how="diagonal_relaxed").with_columns(
+        pl.when(~(on_host & unknown)).then("bottleneck_ns")
+    )
+    place = pl.col("kind").replace_strict(PRIORITY, range(len(PRIORITY)))
+    functions = with_ratios(known, whole).select(
+        pl.col(name).cast(kind) for name, kind in FUNCTIONS_SCHEMA.items()
+    ).sort(
+        place, -pl.col("bottleneck_ns"), -pl.col("covered_ns"), "type", "name", nulls_last=True
+    )  # fmt: skip
     return RankFunctions(
-        functions=functions,
-        totals=_totals(trace, parts, window, ratios, unknown=unknown),
-        collectives=communication,
+        functions, _totals(trace, parts, window, ratios, unknown=unknown), communication
     )
 
 
@@ -350,38 +360,6 @@ def _kind(
         pl.Series("bottleneck_ns", own[at], dtype=pl.Int64),
     )
     return timed.drop("code"), union_of(cut)
-
-
-def _host(trace: Trace, window: PatternWindow, free: Intervals) -> tuple[pl.DataFrame, int | None]:
-    """Call stacks, and how long the host alone was in any of them."""
-    calls = host_calls(trace)
-    empty = pl.DataFrame(schema={"kind": pl.String, "name": pl.String})
-    if calls is None:
-        return empty, None
-    least = int(KEPT_RATIO * (window.end - window.start))
-    found = stack_times(calls, window, free, least_ns=least)
-    top = np.flatnonzero(calls.parent < 0)
-    active = union_of(_cut(calls.spans[top.tolist()], window))
-    return found.with_columns(kind=pl.lit(PYTHON), type=pl.lit("")), total(
-        intersection(active, free)
-    )
-
-
-def _complete(found: pl.DataFrame, window: PatternWindow, *, unknown: bool) -> pl.DataFrame:
-    whole = window.end - window.start
-    host = pl.col("kind").is_in([RUNTIME, PYTHON])
-    own = pl.when(~(host & unknown)).then("bottleneck_ns")
-    known = found.with_columns(
-        bottleneck_ns=own,
-        **{name: pl.lit(None) for name in FUNCTIONS_SCHEMA if name not in
-           found.columns},
-    )  # fmt: skip
-    place = pl.col("kind").replace_strict(PRIORITY, range(len(PRIORITY)))
-    return (
-        with_ratios(known, whole)
-        .select(pl.col(name).cast(kind) for name, kind in FUNCTIONS_SCHEMA.items())
-        .sort(place, -pl.col("bottleneck_ns"), -pl.col("covered_ns"), *_KEYS, nulls_last=True)
-    )
 
 
 def with_ratios(functions: pl.DataFrame, window_ns: int) -> pl.DataFrame:
@@ -495,9 +473,7 @@ def gather_patterns(workers: Mapping[int, RankFunctions]) -> Patterns:
     waits, offsets = arrivals(kernels, hosts)
     lateness = arrival_lateness(waits, offsets)
     functions = with_rank((r, w.functions) for r, w in workers.items())
-    moved = functions.join(
-        _throughput(waits), on=list(_RANK_KEYS), how="left", maintain_order="left"
-    )
+    moved = functions.join(_throughput(waits), on=_RANK_KEYS, how="left", maintain_order="left")
     talks = pl.col("kind") == COMMUNICATION
     alone = pl.lit("no other rank's trace has the same collective")
     lacks = talks & pl.col("own_rate").is_null()
@@ -541,19 +517,14 @@ def _throughput(waits: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-_FRAMES = ("functions", "totals", "collectives")
-
-
 def cached_patterns(
     paths: Sequence[Path],
     options: Mapping[str, Any],
     compute: Callable[[Sequence[Path]], Sequence[RankFunctions]],
 ) -> list[RankFunctions]:
     """The pattern of each trace, computed where it is not cached."""
-    found = cached_answers(
-        paths, "patterns", options, _FRAMES,
-        lambda left: [{name: getattr(each, name) for name in _FRAMES} for each in compute(left)],
-    )  # fmt: skip
+    found = cached_answers(paths, "patterns", options, RankFunctions._fields,
+                           lambda left: [each._asdict() for each in compute(left)])  # fmt: skip
     return [RankFunctions(**each) for each in found]  # type: ignore[arg-type] # all are frames
 
 
@@ -709,7 +680,7 @@ def pack_pattern(
     """The bytes of a file; where too many, without what ran least, and of collectives the last."""
     functions, collectives = pattern.functions, pattern.collectives
     while True:
-        content = replace(pattern, functions=functions, collectives=collectives)
+        content = pattern._replace(functions=functions, collectives=collectives)
         head = {"haiprof_functions": VERSION, "steps": steps, "geometry": geometry,
                 "left_out": _left_out(pattern, content)}  # fmt: skip
         # Times as small numbers, of which gzip makes more.
@@ -727,19 +698,19 @@ def pack_pattern(
         if len(data) <= SIZE_LIMIT_BYTES or not (len(functions) or len(collectives)):
             return data
         excess = len(data) - SIZE_LIMIT_BYTES
-        of_functions, of_collectives = _size(functions), _size(collectives)
-        if of_functions > of_collectives:
-            count = _fewer(functions, excess / of_functions)
+        sizes = [len(gzip.compress(pack_answers({"": frame}, plain=True), _LEVEL))
+                 for frame in (functions, collectives)]  # fmt: skip
+        kept = min(_SHRINK, max(1 - excess / max(sizes), 1 / 3))  # at least a third of the rows
+        if sizes[0] > sizes[1]:
             place = pl.col("covered_ns").rank("ordinal", descending=True)
-            functions = functions.filter(place <= count)
+            functions = functions.filter(place <= int(len(functions) * kept))
         else:
-            collectives = collectives.head(_fewer(collectives, excess / of_collectives))
+            collectives = collectives.head(int(len(collectives) * kept))
 
 
 def _left_out(whole: RankFunctions, kept: RankFunctions) -> list[str]:
     lacks = []
-    count = len(whole.functions) - len(kept.functions)
-    if count:
+    if count := len(whole.functions) - len(kept.functions):
         gone = whole.functions.join(kept.functions, on=["kind", "type", "name"], how="anti")
         share = gone["share_ratio"].max()
         most = ratio_text(share if isinstance(share, float) else None)
@@ -752,25 +723,17 @@ def _left_out(whole: RankFunctions, kept: RankFunctions) -> list[str]:
     return lacks
 
 
-def _fewer(frame: pl.DataFrame, excess_ratio: float) -> int:
-    """How many rows are kept where such a part of their bytes is too much: at least a third."""
-    return int(len(frame) * min(_SHRINK, max(1 - excess_ratio, 1 / 3)))
-
-
-def _size(frame: pl.DataFrame) -> int:
-    return len(gzip.compress(pack_answers({"": frame}, plain=True), _LEVEL))
-
-
 def _pattern(answers: Mapping[str, Answer]) -> RankFunctions:
-    totals = _frame(answers["totals"], TOTALS_SCHEMA)
-    functions = _frame(answers["functions"], _STORED)
-    collectives = _frame(answers["collectives"], KERNELS_SCHEMA)
+    schemas = (_STORED, TOTALS_SCHEMA, KERNELS_SCHEMA)
+    functions, totals, collectives = (
+        _frame(answers[name], schema)
+        for name, schema in zip(RankFunctions._fields, schemas, strict=True)
+    )
     window_ns = int(totals["window_ns"].item())
-    times = (pl.col("event").cum_sum(), pl.col("start_ns").cum_sum())
     return RankFunctions(
-        functions=with_ratios(functions, window_ns).select(list(FUNCTIONS_SCHEMA)),
-        totals=totals,
-        collectives=collectives.with_columns(*times).with_columns(
+        with_ratios(functions, window_ns).select(list(FUNCTIONS_SCHEMA)),
+        totals,
+        collectives.with_columns(pl.col("event", "start_ns").cum_sum()).with_columns(
             end_ns=pl.col("start_ns") + pl.col("end_ns")
         ),
     )
