@@ -160,24 +160,19 @@ def collectives(waits: pl.DataFrame) -> pl.DataFrame:
     since nccl-tests' ranks start together.
     """
     starts = pl.col("start_ns").sort()
-    rows = (
-        waits.with_columns(own_bytes=_own_bytes())
-        .group_by("collective")
-        .agg(
-            pl.col("step", "kind", "process_group", "part", "sequence", "dtype").first(),
-            pl.col("group_size").first(),
-            pl.col("rank_count", "matched_by", "confidence", "missing").first(),
-            # Launchers number the ranks of a node, and its devices, in one order.
-            one_node=(pl.col("rank") - pl.col("device")).n_unique() == 1,
-            start_ns=pl.col("start_ns").min(),
-            start_skew_ns=pl.col("start_ns").max() - pl.col("start_ns").min(),
-            last_rank=pl.col("rank").filter("arrived_last").first(),
-            behind_second_ns=starts.last() - starts.slice(-2, 1).first(),
-            transfer_ns=pl.col("transfer_ns").max(),
-            bytes=pl.col("own_bytes").mean().round().cast(pl.Int64),
-        )
+    rows = waits.group_by("collective").agg(
+        pl.col("step", "kind", "process_group", "part", "sequence", "dtype").first(),
+        pl.col("group_size", "rank_count", "matched_by", "confidence", "missing").first(),
+        # Launchers number the ranks of a node, and its devices, in one order.
+        one_node=(pl.col("rank") - pl.col("device")).n_unique() == 1,
+        start_ns=pl.col("start_ns").min(),
+        start_skew_ns=pl.col("start_ns").max() - pl.col("start_ns").min(),
+        last_rank=pl.col("rank").filter("arrived_last").first(),
+        behind_second_ns=starts.last() - starts.slice(-2, 1).first(),
+        transfer_ns=pl.col("transfer_ns").max(),
+        bytes=_own_bytes().mean().round().cast(pl.Int64),
     )
-    known = pl.when(pl.col("missing").is_null()).then("behind_second_ns").alias("behind_second_ns")
+    known = pl.when(pl.col("missing").is_null()).then("behind_second_ns")
     rated = rows.with_columns(known, *_bandwidths("transfer_ns"))
     return rated.select(pl.exclude("missing"), "missing").sort("collective")
 
@@ -196,14 +191,14 @@ def rank_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
     """What each rank's collectives moved, as its own trace tells it."""
     keys = ("rank", "process_group", "part", "kind", "dtype", "group_size")
     length = pl.col("end_ns") - pl.col("start_ns")
-    sized = pl.col("own_bytes").is_not_null()
-    grouped = kernels.with_columns(own_bytes=_own_bytes()).group_by(keys).agg(
+    sized = _own_bytes().is_not_null()
+    grouped = kernels.group_by(keys).agg(
         collective_count=pl.len().cast(pl.Int64),
         sized_count=sized.sum().cast(pl.Int64),
         time_ns=length.sum(),
-        bytes=pl.when(sized.any()).then(pl.col("own_bytes").sum()),
+        bytes=pl.when(sized.any()).then(_own_bytes().sum()),
         sized_ns=length.filter(sized).sum(),
-    )  # fmt: skip
+    )
     rated = grouped.with_columns(_bandwidths("sized_ns")).drop("sized_ns")
     return rated.sort("rank", -pl.col("time_ns"), "process_group", "kind", nulls_last=True)
 
@@ -265,24 +260,19 @@ def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:
     known = with_passed_on(known.with_columns(behind=behind))
     passed = pl.min_horizontal("behind", pl.col("passed_on").round().cast(pl.Int64))
     own = pl.col("behind") - passed
-    keys = ["rank", "step"] if by_step else ["rank"]
-    rows = (
-        known.with_columns(behind=own)
-        .group_by(keys)
-        .agg(
-            collective_count=pl.len().cast(pl.Int64),
-            last_count=pl.col("arrived_last").sum().cast(pl.Int64),
-            last_ratio=pl.col("arrived_last").mean(),
-            held_up_ns=pl.col("behind").sum(),
-            waited_ns=pl.col("wait_ns").sum(),
-            collective_ns=(pl.col("end_ns") - pl.col("start_ns")).sum(),
-            step_count=pl.col("step").drop_nulls().n_unique().cast(pl.Int64),
-        )
+    rows = known.group_by(["rank", "step"] if by_step else ["rank"]).agg(
+        collective_count=pl.len().cast(pl.Int64),
+        last_count=pl.col("arrived_last").sum().cast(pl.Int64),
+        last_ratio=pl.col("arrived_last").mean(),
+        held_up_ns=own.sum(),
+        waited_ns=pl.col("wait_ns").sum(),
+        collective_ns=(pl.col("end_ns") - pl.col("start_ns")).sum(),
+        step_count=pl.col("step").drop_nulls().n_unique().cast(pl.Int64),
     )
     steps = pl.when(pl.col("step_count") > 0).then("step_count")
     return rows.with_columns(
-        (pl.col("held_up_ns") / steps).round().cast(pl.Int64).alias("held_up_ns_per_step"),
-        (pl.col("waited_ns") / steps).round().cast(pl.Int64).alias("waited_ns_per_step"),
+        (pl.col(name) / steps).round().cast(pl.Int64).alias(f"{name}_per_step")
+        for name in ("held_up_ns", "waited_ns")
     ).sort(["held_up_ns", "rank"], descending=[True, False])
 
 
@@ -323,34 +313,37 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
     process arrival patterns for MPI collective operations" (ICS 2007), with the median of the
     others in place of the mean of all, which a late rank itself moves.
     """
-    # Without the first of each group, and in steps where there are any.
+    # Without the first of each group, and in steps where there are any: `late`, arrivals less the
+    # median of the others' in sum, by rank and step.
     found = _with_known_arrivals(waits).filter(~pl.col("is_first"))
-    steps = _by_step(found.drop_nulls("step") if found["step"].count() else found)
+    found = found.drop_nulls("step") if found["step"].count() else found
+    apart = with_passed_on(above_others(found, "start_ns", "late"))
+    passed = pl.min_horizontal(pl.col("late").clip(0), "passed_on")
+    steps = apart.group_by("rank", *_GROUP, "step").agg(
+        pl.col("part", "group_size").first(), (pl.col("late") - passed).sum(), count=pl.len()
+    )
     if steps.is_empty():
         return pl.DataFrame(schema=LATENESS_SCHEMA)
     groups = steps.group_by("rank", *_GROUP).agg(
-        pl.len().cast(pl.Int64).alias("step_count"),
         pl.col("part", "group_size").first(),
-        pl.col("late").mean().alias("mean"),
-        pl.col("late").var().alias("variance"),
-        pl.col("count").sum().cast(pl.Int64).alias("collective_count"),
-        pl.col("count").mean().alias("per_step"),
+        step_count=pl.len().cast(pl.Int64),
+        mean=pl.col("late").mean(),
+        variance=pl.col("late").var(),
+        collective_count=pl.col("count").sum().cast(pl.Int64),
+        per_step=pl.col("count").mean(),
     )
-    clock = pl.col("per_step") * pl.col("clock")
     # What each rank's clock may be wrong by: an offset that was not corrected, and its spread.
     left = pl.when("corrected").then(0).otherwise(pl.col("offset_ns").abs())
     spread = 2 * MAD_TO_SIGMA * pl.col("residual_ns") / pl.col("collective_count").sqrt()
-    known = _with_half_width(groups).join(
-        offsets.select("rank", clock=(left + spread).fill_nan(None).fill_null(0)),
-        on="rank",
-        how="left",
-    )
-    known = known.with_columns(clock=clock, half=pl.col("half") + clock)
+    clocks = offsets.select("rank", clock=(left + spread).fill_nan(None).fill_null(0))
+    known = _with_half_width(groups).join(clocks, on="rank", how="left").with_columns(
+        clock=pl.col("per_step") * pl.col("clock")
+    )  # fmt: skip
+    mean, half = pl.col("mean"), pl.col("half") + pl.col("clock")
+    times = {"late_ns": mean, "low_ns": mean - half, "high_ns": mean + half,
+             "clock_ns": pl.col("clock")}  # fmt: skip
     rows = known.with_columns(
-        late_ns=_ns("mean"),
-        low_ns=_ns(pl.col("mean") - pl.col("half")),
-        high_ns=_ns(pl.col("mean") + pl.col("half")),
-        clock_ns=_ns("clock"),
+        **{name: value.round().cast(pl.Int64) for name, value in times.items()}
     ).with_columns(is_late=(pl.col("low_ns") > 0).fill_null(value=False))
     # One row per rank: of the groups where it is about as late the smallest.
     most = pl.col("mean").max().over("rank", "is_late")
@@ -376,27 +369,11 @@ def who_is_late(lateness: pl.DataFrame, waits: pl.DataFrame) -> str:
     return f"who is late is not known: arrivals at fewer than two collectives compare{first}"
 
 
-def _ns(value: str | pl.Expr) -> pl.Expr:
-    found = pl.col(value) if isinstance(value, str) else value
-    return found.round().cast(pl.Int64)
-
-
 def _with_known_arrivals(waits: pl.DataFrame) -> pl.DataFrame:
     """Collectives whose arrivals are known, with whether each is the first of its group."""
     known = waits.filter(pl.col("missing").is_null())
     first = pl.col("collective").min().over(_GROUP)
     return known.with_columns(is_first=pl.col("collective") == first)
-
-
-def _by_step(arrivals: pl.DataFrame) -> pl.DataFrame:
-    """`late`, arrivals less the median of the others' in sum, and `count`, by rank and step."""
-    apart = with_passed_on(above_others(arrivals, "start_ns", "late"))
-    passed = pl.min_horizontal(pl.col("late").clip(0), "passed_on")
-    return apart.group_by("rank", *_GROUP, "step").agg(
-        pl.col("part", "group_size").first(),
-        (pl.col("late") - passed).sum().alias("late"),
-        pl.len().alias("count"),
-    )
 
 
 def _with_half_width(groups: pl.DataFrame) -> pl.DataFrame:

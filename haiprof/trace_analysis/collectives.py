@@ -67,25 +67,20 @@ def process_group_table(trace: Trace) -> pl.DataFrame:
     """The process groups that a rank belongs to, as `torch.profiler` lists them."""
     said = trace.metadata.get("distributedInfo")
     listed = said.get("pg_config") if isinstance(said, dict) else None
-    rows = [_group(each) for each in listed or () if isinstance(each, dict)]
+    rows = []
+    for each in listed or ():
+        if isinstance(each, dict):
+            name, description, backend = (
+                text if isinstance(text := each.get(key), str) else None
+                for key in ("pg_name", "pg_desc", "backend_config")
+            )
+            description = None if description in ("", "undefined") else description
+            ranks = each.get("ranks")
+            known = isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
+            size, text = (len(ranks), json.dumps(ranks)) if known else (None, None)
+            rows.append((name, description, part_of(description), backend, size, text))
     return pl.DataFrame(rows, schema=GROUPS_SCHEMA, orient="row").unique(
         "process_group", keep="first", maintain_order=True
-    )
-
-
-def _group(each: dict[str, object]) -> tuple[object, ...]:
-    name, said, backend = each.get("pg_name"), each.get("pg_desc"), each.get("backend_config")
-    description = said if isinstance(said, str) and said not in ("", "undefined") else None
-    ranks = each.get("ranks")
-    known = isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
-    size = len(ranks) if isinstance(ranks, list) and known else None
-    return (
-        name if isinstance(name, str) else None,
-        description,
-        part_of(description),
-        backend if isinstance(backend, str) else None,
-        size,
-        json.dumps(ranks) if known else None,
     )
 
 
@@ -178,39 +173,33 @@ def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) ->
         calls.unique("correlation", keep="first"), on="correlation", how="left"
     ).with_columns(when=pl.coalesce("launch_ns", "ts_ns"))
     launched = _with_operator(trace, _with_step(trace, found).sort("ts_ns", "row"))
-    kinds = [
-        launched[name].replace_strict(
-            {text: None if text is None else kind_of(text) for text in launched[name].unique()},
-            return_dtype=pl.String,
-        )
-        for name in ("collective", "annotation", "name")
-    ]
-    told = [pl.when(kind != "other").then(kind) for kind in kinds]
+    told = []
+    for name in ("collective", "annotation", "name"):
+        known = {text: kind for text in launched[name].drop_nulls().unique()
+                 if (kind := kind_of(text)) != "other"}  # fmt: skip
+        told.append(pl.col(name).replace_strict(known, default=None, return_dtype=pl.String))
     # The part of each one's group, and its ranks where only the list of groups has them.
     groups = process_group_table(trace).select(
         "process_group", "part", listed_ranks="group_ranks", listed_size="group_size"
     )
-    named = (
+    base = clock_base_ns(trace)
+    sizes = {dtype: _size(dtype) for dtype in launched["dtype"].unique()}
+    return (
         launched.with_columns(kind=pl.coalesce(*told, pl.lit("other")))
         .join(groups, on="process_group", how="left", maintain_order="left")
         .with_columns(
+            world_size=pl.lit(trace.world_size, dtype=pl.Int64),
             group_ranks=pl.coalesce("group_ranks", "listed_ranks"),
             group_size=pl.coalesce("group_size", "listed_size"),
+            start_ns=pl.col("ts_ns") + base,
+            end_ns=pl.col("ts_ns") + pl.col("dur_ns") + base,
+            element_bytes=pl.col("dtype").replace_strict(
+                sizes, default=None, return_dtype=pl.Int64
+            ),
         )
         .sort("ts_ns", "row")
+        .select(pl.col(name).cast(dtype) for name, dtype in KERNELS_SCHEMA.items())
     )
-    base = clock_base_ns(trace)
-    return named.select(
-        pl.lit(trace.world_size, dtype=pl.Int64).alias("world_size"),
-        pl.col(name for name in KERNELS_SCHEMA if name in named.columns),
-        start_ns=pl.col("ts_ns") + base,
-        end_ns=pl.col("ts_ns") + pl.col("dur_ns") + base,
-        element_bytes=pl.col("dtype").replace_strict(
-            {dtype: _size(dtype) for dtype in named["dtype"].unique()},
-            default=None,
-            return_dtype=pl.Int64,
-        ),
-    ).select(pl.col(name).cast(dtype) for name, dtype in KERNELS_SCHEMA.items())
 
 
 def _on_cpu(trace: Trace, steps: tuple[int, int] | None) -> pl.DataFrame:
@@ -444,18 +433,24 @@ def match_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
     )
     joined = kernels.join(found, on=["rank", "event"], how="left")
     # Numbers in place of keys; null for keys of a single rank.
-    several = pl.col("rank").n_unique().over("key") > 1
-    keys = (
-        joined.filter(pl.col("key").is_not_null() & several)
-        .group_by("key")
-        .agg(pl.col("start_ns").min())
-        .sort("start_ns", "key")
-        .with_row_index("collective")
-        .select("key", pl.col("collective").cast(pl.Int64))
+    keys = joined.drop_nulls("key").group_by("key").agg(
+        pl.col("start_ns").min(), rank_count=pl.col("rank").n_unique()
+    ).filter(pl.col("rank_count") > 1).sort("start_ns", "key").select(
+        "key", collective=pl.int_range(pl.len(), dtype=pl.Int64)
+    )  # fmt: skip
+    numbered = joined.join(keys, on="key", how="left").drop("key")
+    # Confidence of the match, null without one; in an all-to-all each rank sends what it has.
+    differ = pl.any_horizontal(
+        pl.col(name).n_unique().over("collective") > 1
+        for name in ("dtype", "in_count", "out_count")
     )
-    return _with_confidence(joined.join(keys, on="key", how="left").drop("key")).sort(
-        "start_ns", "rank"
-    )
+    contradicted = (pl.col("matched_by") == BY_SEQUENCE) & differ & (pl.col("kind") != "all_to_all")
+    sure = pl.col("matched_by").replace_strict(CONFIDENCE, default=None, return_dtype=pl.Float64)
+    is_matched = pl.when(pl.col("collective").is_not_null())
+    return numbered.with_columns(
+        is_matched.then("matched_by"),
+        confidence=is_matched.then(pl.when(contradicted).then(SIZES_DIFFER).otherwise(sure)),
+    ).sort("start_ns", "rank")
 
 
 def _add_key(kernels: pl.DataFrame, columns: list[str], matched_by: str) -> pl.DataFrame:
@@ -517,32 +512,11 @@ def _by_end(kernels: pl.DataFrame) -> pl.DataFrame:
     apart = (pl.col("end_ns").diff() > SAME_END_NS).fill_null(value=True)
     cluster = apart.cum_sum().over(*_GROUP, order_by="end_ns")
     found = synchronising.sort("end_ns").with_columns(
-        key=pl.concat_str(
-            pl.lit(BY_END),
-            *(pl.col(name).fill_null("") for name in _GROUP),
-            cluster.cast(pl.String),
-            separator="|",
-        ),
+        key=pl.concat_str(pl.lit(BY_END), *(pl.col(name).fill_null("") for name in _GROUP),
+                          cluster.cast(pl.String), separator="|"),
         matched_by=pl.lit(BY_END),
-    )
+    )  # fmt: skip
     return found.filter(pl.col("rank").is_unique().all().over("key"))
-
-
-def _with_confidence(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Confidence of the match, null without one."""
-    uneven = pl.col("kind") == "all_to_all"  # each rank sends what it has
-    differ = pl.any_horizontal(
-        pl.col(name).n_unique().over("collective") > 1
-        for name in ("dtype", "in_count", "out_count")
-    )
-    known = pl.col("matched_by").replace_strict(CONFIDENCE, default=None, return_dtype=pl.Float64)
-    contradicted = (pl.col("matched_by") == BY_SEQUENCE) & differ & ~uneven
-    return kernels.with_columns(
-        matched_by=pl.when(pl.col("collective").is_not_null()).then("matched_by"),
-        confidence=pl.when(pl.col("collective").is_not_null()).then(
-            pl.when(contradicted).then(SIZES_DIFFER).otherwise(known)
-        ),
-    )
 
 
 CLOCKS_AGREE_NS = 100_000
@@ -557,9 +531,8 @@ def clock_offsets(kernels: pl.DataFrame) -> pl.DataFrame:
 
     Offsets of ranks that share no collective, not even through other ranks, cannot be compared.
     """
-    ends = kernels.filter(
-        pl.col("collective").is_not_null() & pl.col("kind").is_in(SYNCHRONISING)
-    ).select("end_ns", clock="rank", event="collective")
+    together = kernels.drop_nulls("collective").filter(pl.col("kind").is_in(SYNCHRONISING))
+    ends = together.select("end_ns", clock="rank", event="collective")
     rows = estimate_offsets(ends).select(
         pl.col("offset_ns").round().cast(pl.Int64),
         rank="clock",
