@@ -67,21 +67,23 @@ class _Rows:
     """The columns that the type depends on, and where parents are."""
 
     def __init__(self, nodes: pl.DataFrame) -> None:
-        self.names = nodes["name"].to_list()
-        self.categories = nodes["category"].to_list()
-        self.groups = nodes["process_group"].to_list()
-        self.collectives = nodes["collective"].to_list()
-        self.values, self.types = nodes["input_values"], nodes["input_types"]
+        columns = ("name", "category", "process_group", "collective", "input_values", "input_types")
+        self.rows = nodes.select(columns).to_dicts()
         place = {number: at for at, number in enumerate(nodes["node"].to_list())}
         self.parents = [place.get(number, -1) for number in nodes["parent"].to_list()]
         self.launched = {
-            self.parents[at] for at, category in enumerate(self.categories)
-            if category is not None and _KERNEL.search(self.names[at])
+            self.parents[at] for at, row in enumerate(self.rows)
+            if row["category"] is not None and _KERNEL.search(row["name"])
         }  # fmt: skip
-        self.only_group = self._only_group()
+        groups = {
+            str(group.get("pg_name")) for row in self.rows if row["name"] == GROUPS_NOTE
+            for listed in _json(row["input_values"]) if isinstance(listed, str)
+            for group in _json(listed) if isinstance(group, dict)
+        }  # fmt: skip
+        self.only_group = groups.pop() if len(groups) == 1 else None  # that the observer noted
 
     def type_of(self, at: int) -> _Row:
-        name, category = self.names[at], self.categories[at]
+        name, category = self.rows[at]["name"], self.rows[at]["category"]
         if name == GROUPS_NOTE:
             return METADATA, None, None, None, None, None
         if category in MEMORY_CATEGORIES:
@@ -90,55 +92,42 @@ class _Rows:
         pattern = _BACKEND if category is None else _KERNEL
         if not pattern.search(name) or (category is None and at in self.launched):
             return COMP, None, None, None, None, None
-        return self._communication(at)
-
-    def _communication(self, at: int) -> _Row:
         chain, above = [at], at
         while len(chain) <= _ANCESTORS and (above := self.parents[above]) >= 0:
             chain.append(above)
-        said = [self.collectives[place] or self.names[place] for place in chain]
-        kinds = [kind_of(text) for text in said if text]
+        around = [self.rows[place] for place in chain]
+        kinds = [kind_of(text) for row in around if (text := row["collective"] or row["name"])]
         # NCCL's all-to-all is also a send/receive kernel: only its caller says which it is.
         plain = [kind for kind in kinds if kind not in ("other", "send_receive")]
         kind = plain[0] if plain else kinds[0]
-        if self.categories[at] is None and kind == "other":
+        if category is None and kind == "other":
             return COMP, None, None, None, None, None
-        peer, tag = self._peer(chain) if kind in _ROLES else (None, None)
-        group = next((self.groups[place] for place in chain if self.groups[place]), self.only_group)
-        size = next((size for place in chain if (size := self._bytes(place)) is not None), None)
+        peer, tag = _peer(around) if kind in _ROLES else (None, None)
+        groups = (row["process_group"] for row in around if row["process_group"])
+        size = next((size for row in around if (size := _input_bytes(row)) is not None), None)
+        group = next(groups, self.only_group)
         return _ROLES.get(kind, COMM_COLL), kind, size, peer, tag, group
 
-    def _bytes(self, at: int) -> int | None:
-        """Of the input tensors; null without one."""
-        values, types = _json(self.values[at]), _json(self.types[at])
-        sizes = [
-            size
-            for value, kind in zip(values, types, strict=False)
-            if isinstance(kind, str) and "Tensor" in kind
-            for size in _tensor_bytes(value)
-        ]
-        return sum(sizes) if sizes else None
 
-    def _peer(self, chain: list[int]) -> tuple[int | None, int | None]:
-        """Peer and tag of `c10d::send(tensors, group, dst, tag)` and `c10d::recv_`."""
-        for at in chain:
-            if re.match(r"c10d::(send|recv_?)$", self.names[at]):
-                numbers = [value for value in _json(self.values[at]) if type(value) is int]
-                if len(numbers) >= 2:
-                    return numbers[-2], numbers[-1]
-        return None, None
+def _input_bytes(row: dict[str, Any]) -> int | None:
+    """Of the input tensors; null without one."""
+    sizes = [
+        size
+        for value, kind in zip(_json(row["input_values"]), _json(row["input_types"]), strict=False)
+        if isinstance(kind, str) and "Tensor" in kind
+        for size in _tensor_bytes(value)
+    ]
+    return sum(sizes) if sizes else None
 
-    def _only_group(self) -> str | None:
-        """The process group, where the observer noted a single one."""
-        noted = [self.values[at] for at, name in enumerate(self.names) if name == GROUPS_NOTE]
-        groups = [
-            group.get("pg_name")
-            for text in noted
-            for listed in map(_json, [value for value in _json(text) if isinstance(value, str)])
-            for group in listed
-            if isinstance(group, dict)
-        ]
-        return str(groups[0]) if len(set(map(str, groups))) == 1 else None
+
+def _peer(around: list[dict[str, Any]]) -> tuple[int | None, int | None]:
+    """Peer and tag of `c10d::send(tensors, group, dst, tag)` and `c10d::recv_`."""
+    for row in around:
+        if re.match(r"c10d::(send|recv_?)$", row["name"]):
+            numbers = [value for value in _json(row["input_values"]) if type(value) is int]
+            if len(numbers) >= 2:
+                return numbers[-2], numbers[-1]
+    return None, None
 
 
 def _json(text: str | None) -> list[Any]:
@@ -246,7 +235,7 @@ class ChakraGraph:
 
     rank: int
     nodes: pl.DataFrame
-    """`NODE_SCHEMA` and `graph_nodes.TYPE_SCHEMA`, by number."""
+    """`NODE_SCHEMA` and what `chakra_graph` adds, by number."""
     edges: pl.DataFrame
     """`before`, `after`, `why`: data dependencies; with the callers free of circles."""
     dropped_count: int

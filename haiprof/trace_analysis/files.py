@@ -141,27 +141,25 @@ def host_name(trace: Trace) -> str | None:
 
 def load_frame(files: Mapping[int, TraceFile]) -> pl.DataFrame:
     """What was read of each rank's file, and what not."""
-    rows = [{"rank": rank, **_row(file)} for rank, file in files.items()]
+    rows = []
+    for rank, file in files.items():
+        faults = [finding for finding in file.findings if finding.is_fault]
+        rows.append({
+            "rank": rank,
+            **{name: getattr(file.report, name, getattr(file, name, None)) for name in LOAD_SCHEMA},
+            **{f"{table}_count": count for table, count in file.report.kept.items()},
+            "file": trace_name(file.path),
+            "fault_count": sum(finding.count for finding in faults),
+            "faults": ", ".join(f"{each.count} {each.check}" for each in faults) or None,
+            "redundant_count": sum(file.report.redundant.values()),
+            "not_used_count": sum(file.report.not_used.values()),
+        })  # fmt: skip
     return pl.DataFrame(rows, schema={"rank": pl.Int64, **LOAD_SCHEMA}, orient="row")
 
 
 def load_notes(files: Mapping[int, TraceFile]) -> list[str]:
     """Notes on what was read, for people."""
     return [note for file in files.values() for note in file.report.notes]
-
-
-def _row(file: TraceFile) -> dict[str, object]:
-    report = file.report
-    faults = [finding for finding in file.findings if finding.is_fault]
-    return {
-        **{name: getattr(report, name, getattr(file, name, None)) for name in LOAD_SCHEMA},
-        **{f"{table}_count": count for table, count in report.kept.items()},
-        "file": trace_name(file.path),
-        "fault_count": sum(finding.count for finding in faults),
-        "faults": ", ".join(f"{each.count} {each.check}" for each in faults) or None,
-        "redundant_count": sum(report.redundant.values()),
-        "not_used_count": sum(report.not_used.values()),
-    }
 
 
 CHECK_SCHEMA = {
