@@ -31,7 +31,13 @@ from haiprof.trace_analysis.dependencies import (
     recorded_waits,
     stream_order,
 )
-from haiprof.trace_analysis.device_time import COMMUNICATION, COMPUTATION, MEMORY, union_of
+from haiprof.trace_analysis.device_time import (
+    COMMUNICATION,
+    COMPUTATION,
+    MEMORY,
+    step_window,
+    union_of,
+)
 from haiprof.trace_analysis.host_activity import split
 from haiprof.trace_analysis.launches import copy_path, exact_us, in_pieces
 from haiprof.trace_format.find import OVERLAY_SUFFIX
@@ -68,13 +74,8 @@ def find_window(
     ranges = (table.filter(named).sort("ts_ns") for table in (trace.host_ranges, trace.ops))
     found = next((each for each in ranges if each.height), trace.ops.clear())
     if steps is not None:
+        step_window(trace, steps)  # raises for steps that are not recorded
         marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
-        if marks.is_empty():
-            known = trace.steps["step"].to_list()
-            hint = "it has no steps: call the profiler's step(), or ask for the whole trace"
-            if known:
-                hint = f"it has the steps {min(known)} to {max(known)}"
-            raise MissingDataError(f"{trace.path}: no profiler step in {steps}", hint=hint)
         found = found.unique("ts_ns", keep="first", maintain_order=True)
         chosen = found.filter(pl.col("ts_ns").is_in(marks["start_ns"].implode()))
         label = f"profiler steps {steps[0]} to {steps[1] - 1}"

@@ -11,7 +11,13 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.base.intervals import total
-from haiprof.trace_analysis.device_time import MEMORY_CATEGORIES, Steps, gpu_events, union_of
+from haiprof.trace_analysis.device_time import (
+    MEMORY_CATEGORIES,
+    Steps,
+    gpu_events,
+    step_window,
+    union_of,
+)
 from haiprof.trace_format.find import COPY_KEY, COUNTER_SUFFIX
 from haiprof.trace_format.kineto.decode import event_texts, write_copy
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -125,27 +131,20 @@ def launch_summary(
         the trace.
     """
     launches = launch_statistics(
-        trace,
-        steps=steps,
-        runtime_cutoff_ns=runtime_cutoff_ns,
-        launch_delay_cutoff_ns=launch_delay_cutoff_ns,
-        include_memory_events=include_memory_events,
-    )
+        trace, steps=steps, runtime_cutoff_ns=runtime_cutoff_ns,
+        launch_delay_cutoff_ns=launch_delay_cutoff_ns, include_memory_events=include_memory_events,
+    )  # fmt: skip
     flags = ("short", "runtime_outlier", "launch_delay_outlier")
+    times: dict[str, pl.Expr] = {}
+    for part in ("cpu_duration", "launch_delay"):
+        ns = pl.col(f"{part}_ns")
+        times |= {f"{part}_ns": ns.sum(), f"{part}_median_ns": ns.median(),
+                  f"{part}_max_ns": ns.max()}  # fmt: skip
     by_call = launches.group_by("call").agg(
         pl.len().cast(pl.Int64).alias("launch_count"),
-        pl.col("kernel_count").sum(),
-        pl.col("gpu_duration_ns").sum(),
-        *(
-            aggregate
-            for part in ("cpu_duration", "launch_delay")
-            for aggregate in (
-                pl.col(f"{part}_ns").sum(),
-                pl.col(f"{part}_ns").median().alias(f"{part}_median_ns"),
-                pl.col(f"{part}_ns").max().alias(f"{part}_max_ns"),
-            )
-        ),
-        *(pl.col(f"is_{flag}").sum().cast(pl.Int64).alias(f"{flag}_count") for flag in flags),
+        pl.col("kernel_count", "gpu_duration_ns").sum(),
+        **times,
+        **{f"{flag}_count": pl.col(f"is_{flag}").sum().cast(pl.Int64) for flag in flags},
     )
     gpu = gpu_events(trace, steps)
     if not include_memory_events:
@@ -283,10 +282,8 @@ def memory_bandwidth(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     copies = _copies(trace, steps).filter(known)
     begin, rate = pl.col("ts_ns"), pl.col("bandwidth_bytes_per_s")
     changes = pl.concat(
-        [
-            copies.select(*_KIND, ts_ns=begin, by=rate, count=pl.lit(1)),
-            copies.select(*_KIND, ts_ns=begin + pl.col("dur_ns"), by=-rate, count=pl.lit(-1)),
-        ]
+        copies.select(*_KIND, ts_ns=when, by=by, count=pl.lit(count))
+        for when, by, count in ((begin, rate, 1), (begin + pl.col("dur_ns"), -rate, -1))
     ).sort(*_KIND, "ts_ns", "count")  # a copy no longer runs at its end
     sums = changes.with_columns(pl.col("by", "count").cum_sum().over(_KIND))
     idle = pl.col("count") == 0
@@ -478,6 +475,4 @@ def _sum_up(found: pl.DataFrame, *keys: str | pl.Expr) -> pl.DataFrame:
 def _within(trace: Trace, events: pl.DataFrame, steps: Steps) -> pl.DataFrame:
     if steps is None:
         return events
-    own = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
-    first, last = own["start_ns"].min(), own["end_ns"].max()
-    return events.filter(pl.col("ts_ns").is_between(first, last, closed="left"))
+    return events.filter(pl.col("ts_ns").is_between(*step_window(trace, steps), closed="left"))

@@ -38,7 +38,7 @@ from haiprof.trace_analysis.dependencies import (
     recorded_waits,
     stream_order,
 )
-from haiprof.trace_analysis.device_time import COMMUNICATION, union_of, with_kind
+from haiprof.trace_analysis.device_time import COMMUNICATION, step_window, union_of, with_kind
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 KERNEL, OPERATOR, LOADER, NETWORK, RANK = "kernel", "operator", "loader", "network", "rank"
@@ -166,9 +166,8 @@ def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
     host = HostEvents(trace)
     marks = trace.steps
     if steps is not None:
+        step_window(trace, steps)  # raises for steps that are not recorded
         marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
-        if not marks.height:
-            raise MissingDataError(f"{trace.path}: no profiler step from {steps[0]} to {steps[1]}")
     every = marks if marks.height else spans.rename({"ts_ns": "start_ns"})
     begin, until = every.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
     tid = marks["tid"][0] if marks.height else host.busiest_thread()[1]

@@ -261,9 +261,8 @@ def test_steps_and_instances_select_windows(tmp_path: Path) -> None:
     assert analysis.critical_path(steps=(3, 5)).length_ns == 190_000
     assert analysis.critical_path(annotation="ProfilerStep", instance=2).start_ns == 500_000
     assert analysis.critical_path(0, steps=(5, 6)).window == "profiler steps 5 to 5"
-    with pytest.raises(MissingDataError, match="no profiler step") as caught:
+    with pytest.raises(MissingDataError, match="no step from 7 to before 9; it has 3 to 5"):
         analysis.critical_path(steps=(7, 9))
-    assert "3 to 5" in caught.value.hint
     with pytest.raises(MissingDataError, match="instance 3"):
         analysis.critical_path(annotation="ProfilerStep", instance=3)
     with pytest.raises(MissingDataError, match="rank 4"):

@@ -221,7 +221,7 @@ def test_steps_are_replayed_on_demand(tmp_path: Path) -> None:
     found = analysis_of(tmp_path, two_ranks(3))
     (row,) = found.what_if(faster_network(2), steps=(1, 2)).rows(named=True)
     assert (row["measured_step_ns"], row["predicted_step_ns"]) == (500_000, 475_000)
-    with pytest.raises(MissingDataError, match="no profiler step"):
+    with pytest.raises(MissingDataError, match="no step from 7"):
         found.what_if(faster_network(2), steps=(7, 9))
 
 
