@@ -308,7 +308,18 @@ class Host:
         steps = self.trace.steps["start_ns"].to_numpy()
         every = np.unique(np.concatenate([edges, steps]))
         known = inside[np.searchsorted(edges, np.append(np.iinfo(np.int64).min, every), "right")]
-        return every, _between_marks(known, np.append(False, np.isin(every, steps)))
+        # Of those without a mark (-1) from what is around them in the step.
+        begins_step = np.append(False, np.isin(every, steps))
+        mark = pl.when(pl.col("known") >= 0).then("known")
+        around = pl.DataFrame({"known": known, "step": np.cumsum(begins_step)}).select(
+            before=mark.shift(1).forward_fill().over("step").fill_null(_START),
+            after=mark.backward_fill().over("step").fill_null(_END),
+        )
+        found, lacks = known.copy(), np.flatnonzero(known < 0)
+        given = bool((known >= 0).any()), bool((known == FORWARD).any())
+        gaps = [_gap(old, new, *given) for old, new in around[lacks].iter_rows()]
+        found[lacks] = np.array(gaps, dtype=np.int64)
+        return every, found
 
     def position_at(self, times: Ints) -> Ints:
         """Positions at some times, as indices into POSITIONS."""
@@ -318,24 +329,14 @@ class Host:
 
 def read_host(trace: Trace) -> Host:
     """The host of one rank's trace."""
-    ranges = trace.host_ranges
-    parts = [python_calls(trace), ranges, trace.ops, trace.runtime]
-    extra = {
-        "forward_tid": pl.Int64, "sequence_number": pl.Int64, "correlation": pl.Int64,
-    }  # fmt: skip
-    texts = parts[0]["name"].dtype
-    spans = pl.concat(
-        part.select(
-            *("event", "ts_ns", "dur_ns", "pid", "tid"),
-            pl.col("name").cast(texts),
-            *(
-                (pl.col(name) if name in part.columns else pl.lit(None, kind).alias(name))
-                for name, kind in extra.items()
-            ),
-            kind=pl.lit(kind, pl.Int64),
-        )
+    parts = [python_calls(trace), trace.host_ranges, trace.ops, trace.runtime]
+    kept = {"event", "ts_ns", "dur_ns", "pid", "tid", "forward_tid", "sequence_number",
+            "correlation"}  # fmt: skip
+    name = pl.col("name").cast(parts[0]["name"].dtype)
+    spans = pl.concat([
+        part.select(*kept.intersection(part.columns), name, kind=pl.lit(kind, pl.Int64))
         for kind, part in enumerate(parts)
-    )
+    ], how="diagonal")  # fmt: skip
     spans = pl.concat([spans, _waits_in_backward(spans)])
     # Before 2022 ranges were operators: those of loaders and optimizers are told by their names.
     is_old = has_name(spans, f"{_LOADER}|{_OPTIMIZER}") & (pl.col("kind") == _IS_OPERATOR)
@@ -441,20 +442,6 @@ def _backward_passes(host: Host, others: Ints) -> tuple[Ints, Ints, Ints]:
     }).group_by("pass").agg(pl.col("start").min(), pl.col("end").max()).sort("start")  # fmt: skip
     starts, ends = passes["start"].to_numpy(), passes["end"].to_numpy()
     return starts, ends, np.full(len(starts), BACKWARD)
-
-
-def _between_marks(known: Ints, begins_step: Bools) -> Ints:
-    """Positions of all pieces of time: of those without a mark (-1) from what is around them."""
-    has_forward, marked = bool((known == FORWARD).any()), bool((known >= 0).any())
-    mark = pl.when(pl.col("known") >= 0).then("known")
-    around = pl.DataFrame({"known": known, "step": np.cumsum(begins_step)}).select(
-        before=mark.shift(1).forward_fill().over("step").fill_null(_START),
-        after=mark.backward_fill().over("step").fill_null(_END),
-    )
-    found, lacks = known.copy(), np.flatnonzero(known < 0)
-    gaps = [_gap(old, new, marked, has_forward) for old, new in around[lacks].iter_rows()]
-    found[lacks] = np.array(gaps, dtype=np.int64)
-    return found
 
 
 def _gap(before: int, after: int, marked: bool, has_forward: bool) -> int:

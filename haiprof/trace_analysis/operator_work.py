@@ -507,14 +507,13 @@ COMPOSED = frozenset(f"aten::{name}" for name in _COMPOSED)
 """Operators that call others: they count only where none of known work is inside of them."""
 
 FORMULAS: dict[str, Formula] = {
-    "aten::mm": _gemm(0), "aten::bmm": _gemm(0), "aten::_int_mm": _gemm(0),
-    "aten::_scaled_mm": _gemm(0), "aten::_grouped_mm": _gemm(0),
-    "aten::_scaled_mm_v2": _gemm(0), "aten::_scaled_grouped_mm": _gemm(0),
-    "aten::_scaled_grouped_mm_v2": _gemm(0),
+    **{f"aten::{name}": _gemm(0) for name in (
+        "mm", "bmm", "_int_mm", "_scaled_mm", "_grouped_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
+        "_scaled_grouped_mm_v2",
+    )},
     **dict.fromkeys(("vllm::rocm_aiter_fused_moe", "aiter::fused_moe", "aiter::fused_moe_",
                      "vllm::outplace_fused_experts", "vllm::inplace_fused_experts"), _fused_moe),
-    "aten::addmm": _gemm(1, bias=True), "aten::addmm_": _gemm(1, bias=True),
-    "aten::baddbmm": _gemm(1, bias=True), "aten::baddbmm_": _gemm(1, bias=True),
+    **_both(("addmm", "baddbmm"), _gemm(1, bias=True)),
     "aten::_addmm_activation": _gemm(1, bias=True),
     "aten::mv": _vector_product(0), "aten::addmv": _vector_product(1),
     "aten::dot": _vector_product(0),
@@ -543,8 +542,7 @@ FORMULAS: dict[str, Formula] = {
     "trtllm::cublas_scaled_mm": _gemm(0), "vllm::gemm_with_dynamic_quant": _quantised_linear,
     "tex_ts::te_gemm_ts": _te_gemm,
     **_both(_ONE, _elementwise(1, 2)), **_both(_UNARY, _elementwise(1, 1)),
-    **_both(("addcmul", "addcdiv"), _elementwise(3, 3)),
-    **_both(("lerp",), _elementwise(3, 3)),
+    **_both(("addcmul", "addcdiv", "lerp"), _elementwise(3, 3)),
     "aten::copy_": _moves(ELEMENTWISE, 0, 1),
     "aten::fill_": _moves(ELEMENTWISE, 0), "aten::zero_": _moves(ELEMENTWISE, 0),
     "aten::native_dropout": _elementwise(2, 1), "aten::native_dropout_backward": _elementwise(2, 2),
@@ -574,13 +572,8 @@ FORMULAS: dict[str, Formula] = {
 Convolutions, attention and lists of tensors count at the level of ATen, not once more in the
 operators inside, such as cuDNN's. Per element: normalisation 7 forward and 14 backward, softmax 5
 and 4, other functions 1; none of them counts for MFU."""
-NEED_VALUES = tuple(
-    name
-    for name in FORMULAS
-    if re.search(
-        r"conv|scaled_dot_product|flash_att|FlashAttn|mha|te_gemm|index_select|upsample", name
-    )
-)
+_WITH_VALUES = r"conv|scaled_dot_product|flash_att|FlashAttn|mha|te_gemm|index_select|upsample"
+NEED_VALUES = tuple(name for name in FORMULAS if re.search(_WITH_VALUES, name))
 """Whose work depends on arguments that are no tensors."""
 
 
