@@ -26,7 +26,7 @@ from haiprof.trace_analysis.device_time import (
     with_kind,
     with_rank,
 )
-from haiprof.trace_analysis.pool import Pool, Progress, default_pool
+from haiprof.trace_analysis.pool import Progress, default_pool
 from haiprof.trace_format.clock_offsets import estimate_offsets
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -611,7 +611,6 @@ def rank_clocks(
     inputs: Mapping[int, TraceInput],
     *,
     by_collectives: bool = True,
-    pool: Pool | None = None,
     progress: Progress | None = None,
 ) -> list[RankClock]:
     """Chooses the clock correction of each rank."""
@@ -620,7 +619,7 @@ def rank_clocks(
     offsets = {}
     if by_collectives and len(comparable) > 1:
         paths: Sequence[Path] = [each.path for each in comparable.values()]
-        found = (pool or default_pool(paths)).map(collective_kernels, paths, {}, progress)
+        found = default_pool(paths).map(collective_kernels, paths, {}, progress)
         empty = [(0, pl.DataFrame(schema=KERNELS_SCHEMA))]
         kernels = with_rank([*empty, *zip(comparable, found, strict=True)])
         on_gpus = kernels.filter(pl.col("device").ne_missing(ON_CPU))  # gloo's end them ms apart

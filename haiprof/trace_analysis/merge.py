@@ -18,7 +18,6 @@ from haiprof.run_analysis.run_files import RankFiles, RunFiles, clock_offset_ns,
 from haiprof.run_analysis.step_frame import (
     GC_PHASE,
     SAVE_PHASE,
-    RankSegments,
     load_segments,
     phase_frame,
     step_frame,
@@ -27,8 +26,8 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.collectives import RULE, RankClock, clock_notes, rank_clocks
 from haiprof.trace_analysis.device_time import gpu_events, step_window
 from haiprof.trace_analysis.files import TraceFile, check_frame, fault_lines, trace_file
-from haiprof.trace_analysis.pool import Pool, default_pool
 from haiprof.trace_analysis.pool import Progress as ReadProgress
+from haiprof.trace_analysis.pool import default_pool
 from haiprof.trace_format.find import MERGED_NAME
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import OF_EACH_RANK
@@ -98,9 +97,20 @@ def _phases(files: RankFiles, covered: Range, moved_ns: int) -> Iterator[Track]:
         segments = load_segments(files)
     except RunFormatError:
         return  # the run's own reports say so
-    rows = pl.concat([_steps(segments), _spans(segments)]).with_columns(
-        start_ns=pl.col("start_ns") - moved_ns
-    )
+    # Training steps without the time of an evaluation within them, and spans of phases.
+    pause = pl.col("phase").is_in([GC_PHASE, SAVE_PHASE])
+    thread = pl.when(pause).then(_PAUSES).otherwise(_PHASES).cast(pl.Int64)
+    parts = (
+        step_frame(segments).select(
+            "start_ns", "step", thread=pl.lit(_STEPS, pl.Int64), name=pl.format("step {}", "step"),
+            duration_ns="step_ns", of=pl.lit(None, pl.String), self_ns=pl.lit(None, pl.Int64),
+        ),
+        phase_frame(segments).select(
+            "start_ns", "step", thread=thread, name="phase", duration_ns="duration_ns", of="name",
+            self_ns="self_ns",
+        ),
+    )  # fmt: skip
+    rows = pl.concat(parts).with_columns(start_ns=pl.col("start_ns") - moved_ns)
     start, end = covered[0] - MARGIN_NS, covered[1] + MARGIN_NS
     rows = rows.filter(
         pl.col("start_ns") < end, pl.col("start_ns") + pl.col("duration_ns") > start
@@ -147,23 +157,6 @@ def _counters(
                 sort_index=_NODES_SORT + place,
                 counters=_track_names(nodes.filter(pl.col("host") == host)),
             )
-
-
-def _steps(segments: RankSegments) -> pl.DataFrame:
-    """Training steps without the time of an evaluation within them."""
-    return step_frame(segments).select(
-        "start_ns", "step", thread=pl.lit(_STEPS, pl.Int64), name=pl.format("step {}", "step"),
-        duration_ns="step_ns", of=pl.lit(None, pl.String), self_ns=pl.lit(None, pl.Int64),
-    )  # fmt: skip
-
-
-def _spans(segments: RankSegments) -> pl.DataFrame:
-    pause = pl.col("phase").is_in([GC_PHASE, SAVE_PHASE])
-    thread = pl.when(pause).then(_PAUSES).otherwise(_PHASES).cast(pl.Int64)
-    return phase_frame(segments).select(
-        "start_ns", "step", thread=thread, name="phase", duration_ns="duration_ns", of="name",
-        self_ns="self_ns",
-    )  # fmt: skip
 
 
 def _track_names(rows: pl.DataFrame) -> pl.DataFrame:
@@ -252,7 +245,6 @@ def merge_traces(
     output: Path,
     options: MergeOptions,
     *,
-    pool: Pool | None = None,
     reading: ReadProgress | None = None,
     writing: Progress | None = None,
 ) -> MergeReport:
@@ -261,11 +253,11 @@ def merge_traces(
     inputs = merge_inputs(paths, ranks=options.ranks)
     files = [each.path for each in inputs.values()]
     check_target(output, files, force=options.force)
-    asked, between, recorded = pool or default_pool(files), {}, {}
+    asked, between, recorded = default_pool(files), {}, {}
     if options.steps is not None:
         found = asked.map(step_range, files, {"steps": options.steps}, reading)
         between = dict(zip(inputs, found, strict=True))
-    clocks = rank_clocks(inputs, by_collectives=options.by_collectives, pool=pool, progress=reading)
+    clocks = rank_clocks(inputs, by_collectives=options.by_collectives, progress=reading)
     by_rank = {clock.rank: clock for clock in clocks}
     if options.by_collectives or options.steps:
         with contextlib.suppress(TraceFormatError):  # one of them can only be passed through
