@@ -69,8 +69,8 @@ def find_window(
     if steps is None and annotation is None:
         return _of_everything(trace, host)
     # Ranges on the host with a text in their name, by time; before 2022 they were operators.
-    part = pl.col("name").cast(pl.String)
-    named = part.str.contains(annotation or "ProfilerStep#", literal=True)
+    part = "ProfilerStep#" if annotation is None else annotation
+    named = pl.col("name").cast(pl.String).str.contains(part, literal=True)
     ranges = (table.filter(named).sort("ts_ns") for table in (trace.host_ranges, trace.ops))
     found = next((each for each in ranges if each.height), trace.ops.clear())
     if steps is not None:
