@@ -76,7 +76,7 @@ class DeviceOperator:
     call_count: float
     kernel_count: float
     short_count: float
-    """Of kernels below `device_operators.SHORT_NS`."""
+    """Of kernels below `operator_efficiency.SHORT_NS`."""
     short_ns_per_step: float
     row_count: int | None
     ns_per_step: float
@@ -91,7 +91,7 @@ class DeviceOperator:
     estimate: str | None
     """`about` or `at least` where the shapes leave open how much memory is read."""
     blocks_per_sm: float | None
-    """Of the longest kernel's launch, as are the next two: `device_operators.LAUNCH`."""
+    """Of the longest kernel's launch, as are the next two: `device_time.LAUNCH`."""
     occupancy_ratio: float | None
     waves: float | None
     gain_ns: float

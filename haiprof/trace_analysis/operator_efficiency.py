@@ -220,7 +220,7 @@ def operator_efficiency(
         trace: Of one rank.
         steps: First profiler step and the one after the last; None takes all.
         peaks: FLOP/s by precision and bytes/s as `memory`; None takes the table's.
-        formulas: Of one's own, by operator, as `own_formulas.read_formulas` reads them.
+        formulas: Of one's own, by operator, as `operator_work.read_formulas` reads them.
 
     Returns:
         One row per operator, shapes and kernel: `operator`, `kind`, `shapes`, `precision`,
