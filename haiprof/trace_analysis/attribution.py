@@ -334,13 +334,9 @@ _SEQUENCES_CALL = ("operator", "operator_row")
 
 
 def kernel_sequences(
-    trace: Trace,
-    operator: str,
-    steps: Steps = None,
-    *,
-    min_pattern_length: int = MIN_PATTERN_LENGTH,
-    top_k: int = TOP_K,
-) -> pl.DataFrame:
+    trace: Trace, operator: str, steps: Steps = None, *,
+    min_pattern_length: int = MIN_PATTERN_LENGTH, top_k: int = TOP_K,
+) -> pl.DataFrame:  # fmt: skip
     """The most frequent sequences of kernels under an operator.
 
     Args:

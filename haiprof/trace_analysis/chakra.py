@@ -341,12 +341,9 @@ def _io(row: dict[str, Any], direction: str) -> bytes:
 
 
 def graphs(
-    source: Path,
-    execution: Path | None = None,
-    *,
-    window: int | None = None,
+    source: Path, execution: Path | None = None, *, window: int | None = None,
     rank: int | None = None,
-) -> Iterator[tuple[ChakraGraph, list[str]]]:
+) -> Iterator[tuple[ChakraGraph, list[str]]]:  # fmt: skip
     """Yields the graph of each rank, with notes for people."""
     bare = [] if execution or window is not None else _execution_only(source)
     if bare:

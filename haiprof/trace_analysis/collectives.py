@@ -608,11 +608,9 @@ class RankClock:
 
 
 def rank_clocks(
-    inputs: Mapping[int, TraceInput],
-    *,
-    by_collectives: bool = True,
+    inputs: Mapping[int, TraceInput], *, by_collectives: bool = True,
     progress: Progress | None = None,
-) -> list[RankClock]:
+) -> list[RankClock]:  # fmt: skip
     """Chooses the clock correction of each rank."""
     timed = {rank: each for rank, each in inputs.items() if each.has_wall_clock}
     comparable = timed or inputs

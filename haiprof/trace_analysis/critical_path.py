@@ -548,13 +548,9 @@ class CriticalPath:
 
 
 def critical_path(
-    trace: Trace,
-    *,
-    steps: tuple[int, int] | None = None,
-    annotation: str | None = None,
-    instance: Instance = 0,
-    data_loading: str = DATA_LOADING,
-) -> CriticalPath:
+    trace: Trace, *, steps: tuple[int, int] | None = None, annotation: str | None = None,
+    instance: Instance = 0, data_loading: str = DATA_LOADING,
+) -> CriticalPath:  # fmt: skip
     """The critical path of a window of one rank.
 
     It ends with the window: at its end on the host, or with the last GPU event launched within it

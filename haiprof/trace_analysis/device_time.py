@@ -255,12 +255,9 @@ _STATISTICS = {
 
 
 def idle_breakdown(
-    trace: Trace,
-    steps: Steps = None,
-    *,
-    streams: list[int] | None = None,
+    trace: Trace, steps: Steps = None, *, streams: list[int] | None = None,
     consecutive_kernel_delay_ns: int = CONSECUTIVE_KERNEL_DELAY_NS,
-) -> pl.DataFrame:
+) -> pl.DataFrame:  # fmt: skip
     """The idle time of each stream by what it waited for.
 
     One row per device, stream and category: `device`, `stream`, `idle_category`, `idle_ns`,
@@ -401,13 +398,9 @@ def launch_columns(trace: Trace) -> tuple[pl.Expr, ...]:
 
 
 def kernels(
-    trace: Trace,
-    steps: Steps = None,
-    *,
-    num_kernels: int | None = None,
-    duration_ratio: float | None = None,
-    include_memory: bool = True,
-) -> pl.DataFrame:
+    trace: Trace, steps: Steps = None, *, num_kernels: int | None = None,
+    duration_ratio: float | None = None, include_memory: bool = True,
+) -> pl.DataFrame:  # fmt: skip
     """Each kernel's count and time.
 
     Args:

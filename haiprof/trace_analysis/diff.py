@@ -45,14 +45,9 @@ class _StepWindow(NamedTuple):
 
 
 def step_samples(
-    trace: Trace,
-    *,
-    of: tuple[str, ...] = (KERNEL, OPERATOR),
-    names: str = FULL,
-    geometry: bool = False,
-    steps: Steps = None,
-    by_step: bool = True,
-) -> pl.DataFrame:
+    trace: Trace, *, of: tuple[str, ...] = (KERNEL, OPERATOR), names: str = FULL,
+    geometry: bool = False, steps: Steps = None, by_step: bool = True,
+) -> pl.DataFrame:  # fmt: skip
     """Count and time of each name in each profiler step.
 
     An operator belongs to the step in which it began, a kernel to that of its launch. A kernel

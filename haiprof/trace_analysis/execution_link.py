@@ -55,12 +55,9 @@ class Pair:
 
 
 def pairs(
-    source: Path,
-    execution: Path | None = None,
-    *,
-    window: int | None = None,
+    source: Path, execution: Path | None = None, *, window: int | None = None,
     rank: int | None = None,
-) -> tuple[list[Pair], list[str]]:
+) -> tuple[list[Pair], list[str]]:  # fmt: skip
     """Timelines with their execution traces, by rank, and what has no partner, for people."""
     traces = [Trace(path) for path in window_files(source, window)]
     found = execution_files(execution or source)

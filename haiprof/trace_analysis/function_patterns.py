@@ -611,15 +611,9 @@ _STORED = {name: kind for name, kind in FUNCTIONS_SCHEMA.items() if name not in 
 
 
 def reduce_patterns(
-    path: str | Path,
-    folder: Path,
-    *,
-    steps: Steps = None,
-    geometry: bool = False,
-    window: int | None = None,
-    pool: Pool | None = None,
-    progress: Progress | None = None,
-) -> list[Path]:
+    path: str | Path, folder: Path, *, steps: Steps = None, geometry: bool = False,
+    window: int | None = None, pool: Pool | None = None, progress: Progress | None = None,
+) -> list[Path]:  # fmt: skip
     """Writes the pattern of each trace, from which `TraceQuestions.patterns` answers the same."""
     traces = window_files(path, window)
     pool = pool or default_pool(traces)

@@ -55,13 +55,9 @@ def launched_events(trace: Trace, steps: Steps = None) -> pl.DataFrame:
 
 
 def launch_statistics(
-    trace: Trace,
-    steps: Steps = None,
-    *,
-    runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
-    launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
-    include_memory_events: bool = True,
-) -> pl.DataFrame:
+    trace: Trace, steps: Steps = None, *, runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
+    launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS, include_memory_events: bool = True,
+) -> pl.DataFrame:  # fmt: skip
     """The cost of each launch, and the delay until its work began.
 
     Args:
@@ -107,13 +103,9 @@ def launch_statistics(
 
 
 def launch_summary(
-    trace: Trace,
-    steps: Steps = None,
-    *,
-    runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
-    launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
-    include_memory_events: bool = True,
-) -> pl.DataFrame:
+    trace: Trace, steps: Steps = None, *, runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
+    launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS, include_memory_events: bool = True,
+) -> pl.DataFrame:  # fmt: skip
     """Launches by call: how many, how long, and how many are short or outliers.
 
     Args:
@@ -340,12 +332,9 @@ _ROWS = 20_000
 
 
 def write_counter_trace(
-    trace: Trace,
-    *,
-    folder: Path | None = None,
-    counters: tuple[str, ...] = COUNTERS,
+    trace: Trace, *, folder: Path | None = None, counters: tuple[str, ...] = COUNTERS,
     suffix: str = COUNTER_SUFFIX,
-) -> pl.DataFrame:
+) -> pl.DataFrame:  # fmt: skip
     """Writes `<name>_with_counters.json.gz`, for Perfetto or chrome://tracing.
 
     The trace's text is streamed, whatever its size: every event as written, without what is not

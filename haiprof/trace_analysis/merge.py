@@ -241,13 +241,9 @@ class MergeReport:
 
 
 def merge_traces(
-    sources: Sequence[Path],
-    output: Path,
-    options: MergeOptions,
-    *,
-    reading: ReadProgress | None = None,
-    writing: Progress | None = None,
-) -> MergeReport:
+    sources: Sequence[Path], output: Path, options: MergeOptions, *,
+    reading: ReadProgress | None = None, writing: Progress | None = None,
+) -> MergeReport:  # fmt: skip
     """Writes one trace of all ranks."""
     paths, left_out = merge_files(sources, options.window)
     inputs = merge_inputs(paths, ranks=options.ranks)

@@ -44,12 +44,9 @@ class Pool(Protocol):
     """Where questions are answered."""
 
     def map(
-        self,
-        question: Question[_Result],
-        paths: Sequence[Path],
-        options: Mapping[str, Any],
+        self, question: Question[_Result], paths: Sequence[Path], options: Mapping[str, Any],
         progress: Progress | None = None,
-    ) -> list[_Result]:
+    ) -> list[_Result]:  # fmt: skip
         """The answer for each file, in order."""
 
 
@@ -60,12 +57,9 @@ class Serial:
         self._traces: dict[Path, Trace] = {}
 
     def map(
-        self,
-        question: Question[_Result],
-        paths: Sequence[Path],
-        options: Mapping[str, Any],
+        self, question: Question[_Result], paths: Sequence[Path], options: Mapping[str, Any],
         progress: Progress | None = None,
-    ) -> list[_Result]:
+    ) -> list[_Result]:  # fmt: skip
         """One file after the other."""
         answers = []
         for path in paths:
@@ -87,12 +81,9 @@ class LocalProcesses:
         self._count = count or len(os.sched_getaffinity(0))
 
     def map(
-        self,
-        question: Question[_Result],
-        paths: Sequence[Path],
-        options: Mapping[str, Any],
+        self, question: Question[_Result], paths: Sequence[Path], options: Mapping[str, Any],
         progress: Progress | None = None,
-    ) -> list[_Result]:
+    ) -> list[_Result]:  # fmt: skip
         """Several files at a time; each answer is the same as in one process."""
         workers = min(self._count, len(paths))
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as executor:
@@ -191,12 +182,9 @@ class DaskPool(ABC):
     """On the workers of a Dask cluster, which must see the files under the same absolute paths."""
 
     def map(
-        self,
-        question: Question[_Result],
-        paths: Sequence[Path],
-        options: Mapping[str, Any],
+        self, question: Question[_Result], paths: Sequence[Path], options: Mapping[str, Any],
         progress: Progress | None = None,
-    ) -> list[_Result]:
+    ) -> list[_Result]:  # fmt: skip
         """A task per file; each answer is the same as in one process."""
         with self._client(paths) as client:
             from distributed import as_completed

@@ -115,15 +115,9 @@ _QUESTIONS = tuple(question.__name__ for question in (*_OF_FILE, *_OF_STEPS))
 
 
 def standard_report(
-    path: str | Path,
-    *,
-    steps: Steps = None,
-    rank: int | None = None,
-    window: int | None = None,
-    named: NamedFiles | None = None,
-    pool: Pool | None = None,
-    progress: Progress | None = None,
-) -> TraceReport:
+    path: str | Path, *, steps: Steps = None, rank: int | None = None, window: int | None = None,
+    named: NamedFiles | None = None, pool: Pool | None = None, progress: Progress | None = None,
+) -> TraceReport:  # fmt: skip
     """All tables of the report; each trace is opened once, by one task."""
     asked = TraceQuestions(path, pool=pool, window=window, named=named)
     files = asked.paths()
@@ -168,14 +162,9 @@ def standard_report(
 
 
 def reduce_traces(
-    path: str | Path,
-    folder: Path,
-    *,
-    steps: Steps = None,
-    window: int | None = None,
-    pool: Pool | None = None,
-    progress: Progress | None = None,
-) -> list[Path]:
+    path: str | Path, folder: Path, *, steps: Steps = None, window: int | None = None,
+    pool: Pool | None = None, progress: Progress | None = None,
+) -> list[Path]:  # fmt: skip
     """Writes a summary of each trace, from which `standard_report` makes the same report."""
     files = window_files(path, window)
     visits = _visit_files(files, steps, pool or default_pool(files), progress)
@@ -216,12 +205,9 @@ class _Visited:
         """Files without an answer to the last questions, where other files have one."""
 
     def map(
-        self,
-        question: Question[_Result],
-        paths: Sequence[Path],
-        options: Mapping[str, Any],
+        self, question: Question[_Result], paths: Sequence[Path], options: Mapping[str, Any],
         progress: Progress | None = None,
-    ) -> list[_Result]:
+    ) -> list[_Result]:  # fmt: skip
         """The answer of each file; a frame without rows for one that has none."""
         parameters = inspect.signature(question).parameters
         others = {n: v for n, v in options.items() if v != parameters[n].default and n != "steps"}

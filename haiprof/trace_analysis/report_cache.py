@@ -48,12 +48,9 @@ def code_version() -> str:
 
 
 def cached_answers(
-    paths: Sequence[Path],
-    question: str,
-    options: Mapping[str, Any],
-    names: Collection[str],
+    paths: Sequence[Path], question: str, options: Mapping[str, Any], names: Collection[str],
     compute: Callable[[Sequence[Path]], Sequence[Mapping[str, Answer]]],
-) -> list[Mapping[str, Answer]]:
+) -> list[Mapping[str, Answer]]:  # fmt: skip
     """The answers about each file by name, computed where not all of them are cached."""
     found: dict[Path, Mapping[str, Answer]] = {}
     entries: dict[Path, tuple[str, str]] = {}  # names in the cache, and what the traces hold

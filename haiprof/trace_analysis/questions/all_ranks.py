@@ -254,16 +254,10 @@ class TraceQuestions(RankTraces):
     # Causes: critical path, what-if, what changed between two traces.
 
     def diff(
-        self,
-        other: RankTraces,
-        *,
-        of: tuple[str, ...] = (KERNEL, OPERATOR),
-        names: str = FULL,
-        geometry: bool = False,
-        steps: Steps = None,
-        other_steps: Steps = None,
+        self, other: RankTraces, *, of: tuple[str, ...] = (KERNEL, OPERATOR), names: str = FULL,
+        geometry: bool = False, steps: Steps = None, other_steps: Steps = None,
         by_step: bool = True,
-    ) -> TraceDiff:
+    ) -> TraceDiff:  # fmt: skip
         """These traces as the control, others as the test: `haiprof.trace_analysis.diff`.
 
         Args:
@@ -315,13 +309,9 @@ class TraceQuestions(RankTraces):
         return predictions(by_rank, waits, changes, ahead, kernels)
 
     def write_counter_traces(
-        self,
-        folder: str | Path | None = None,
-        *,
-        ranks: Sequence[int] | None = None,
-        counters: tuple[str, ...] | None = None,
-        suffix: str | None = None,
-    ) -> pl.DataFrame:
+        self, folder: str | Path | None = None, *, ranks: Sequence[int] | None = None,
+        counters: tuple[str, ...] | None = None, suffix: str | None = None,
+    ) -> pl.DataFrame:  # fmt: skip
         """Writes each trace anew with counter tracks: `haiprof.trace_analysis.launches`.
 
         Args:
@@ -340,14 +330,9 @@ class TraceQuestions(RankTraces):
         return self.per_rank(write_counter_trace, ranks=ranks, **given)
 
     def critical_path(
-        self,
-        rank: int | None = None,
-        *,
-        steps: Steps = None,
-        annotation: str | None = None,
-        instance: int | tuple[int, int] = 0,
-        data_loading: str | None = None,
-    ) -> CriticalPath:
+        self, rank: int | None = None, *, steps: Steps = None, annotation: str | None = None,
+        instance: int | tuple[int, int] = 0, data_loading: str | None = None,
+    ) -> CriticalPath:  # fmt: skip
         """The chain of events that a window consists of: `haiprof.trace_analysis.critical_path`.
 
         Args:
@@ -374,13 +359,9 @@ class TraceQuestions(RankTraces):
         )
 
     def overlay_critical_path(
-        self,
-        path: CriticalPath,
-        rank: int | None = None,
-        *,
-        folder: str | Path | None = None,
+        self, path: CriticalPath, rank: int | None = None, *, folder: str | Path | None = None,
         only_path: bool = False,
-    ) -> Path:
+    ) -> Path:  # fmt: skip
         """Writes the trace anew with its path drawn in: `haiprof.trace_analysis.critical_path`.
 
         Args:

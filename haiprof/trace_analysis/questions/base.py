@@ -37,13 +37,9 @@ class RankTraces:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        pool: Pool | None = None,
-        window: int | None = None,
+        self, path: str | Path, *, pool: Pool | None = None, window: int | None = None,
         named: NamedFiles | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.path = Path(path)
         self._named = named
         self._window = window
@@ -148,12 +144,9 @@ class RankTraces:
         return self.files[rank]
 
     def _ask(
-        self,
-        question: Question[_Result],
-        paths: Sequence[Path],
-        options: Mapping[str, Any],
+        self, question: Question[_Result], paths: Sequence[Path], options: Mapping[str, Any],
         progress: Progress | None = None,
-    ) -> list[_Result]:
+    ) -> list[_Result]:  # fmt: skip
         """The answer of each file, in order."""
         if self._pool is None:
             self._pool = default_pool(self.paths())
