@@ -87,8 +87,8 @@ class _Rows:
         if name == GROUPS_NOTE:
             return METADATA, None, None, None, None, None
         if category in MEMORY_CATEGORIES:
-            kind = MEM_LOAD if _TO_DEVICE.search(name) else MEM_STORE
-            return kind, None, None, None, None, None
+            moves = MEM_LOAD if _TO_DEVICE.search(name) else MEM_STORE
+            return moves, None, None, None, None, None
         pattern = _BACKEND if category is None else _KERNEL
         if not pattern.search(name) or (category is None and at in self.launched):
             return COMP, None, None, None, None, None

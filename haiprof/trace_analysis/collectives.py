@@ -76,9 +76,10 @@ def process_group_table(trace: Trace) -> pl.DataFrame:
             )
             description = None if description in ("", "undefined") else description
             ranks = each.get("ranks")
-            known = isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
-            size, text = (len(ranks), json.dumps(ranks)) if known else (None, None)
-            rows.append((name, description, part_of(description), backend, size, text))
+            if not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks):
+                ranks = None
+            known = (None, None) if ranks is None else (len(ranks), json.dumps(ranks))
+            rows.append((name, description, part_of(description), backend, *known))
     return pl.DataFrame(rows, schema=GROUPS_SCHEMA, orient="row").unique(
         "process_group", keep="first", maintain_order=True
     )

@@ -718,11 +718,9 @@ def _left_out(whole: RankFunctions, kept: RankFunctions) -> list[str]:
 
 
 def _pattern(answers: Mapping[str, Answer]) -> RankFunctions:
-    schemas = (_STORED, TOTALS_SCHEMA, KERNELS_SCHEMA)
-    functions, totals, collectives = (
-        _frame(answers[name], schema)
-        for name, schema in zip(RankFunctions._fields, schemas, strict=True)
-    )
+    functions = _frame(answers["functions"], _STORED)
+    totals = _frame(answers["totals"], TOTALS_SCHEMA)
+    collectives = _frame(answers["collectives"], KERNELS_SCHEMA)
     window_ns = int(totals["window_ns"].item())
     return RankFunctions(
         with_ratios(functions, window_ns).select(list(FUNCTIONS_SCHEMA)),
