@@ -142,9 +142,7 @@ def _per_window(events: pl.DataFrame, windows: list[_StepWindow], kind: str) -> 
     return pl.concat(parts)
 
 
-def _shares(
-    spans: pl.DataFrame, windows: list[_StepWindow], kind: str
-) -> Iterator[pl.DataFrame]:  # fmt: skip
+def _shares(spans: pl.DataFrame, windows: list[_StepWindow], kind: str) -> Iterator[pl.DataFrame]:
     """Divides the time of each window among the names that are active in it.
 
     Yields `name` and `share_ns`, with the rest of the window under `NOTHING`.
@@ -152,10 +150,10 @@ def _shares(
     starts = spans["ts_ns"].to_numpy()
     ends = starts + spans["dur_ns"].to_numpy()
     parent, active = np.full(len(spans), -1, dtype=np.int64), [(starts, ends)]
-    if kind != KERNEL:
+    if kind != KERNEL and len(spans):
         parent = nest(spans).parent
-        active += [union_of(rows) for _, rows in spans.group_by("pid", "tid")]
-        active = active[1:] or active
+        threads = map(union_of, spans.partition_by("pid", "tid"))
+        active = [(each.starts, each.ends) for each in threads]
     begins, inner = uncovered_starts(starts, ends, parent), np.flatnonzero(parent >= 0)
     # Times, and the cumulative time until each if k concurrent spans get 1/k each.
     edges = [np.concatenate(each) for each in zip(*active, strict=True)]
