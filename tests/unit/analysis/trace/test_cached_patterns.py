@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def assert_same(found: Any, expected: Any) -> None:
     if isinstance(expected, pl.DataFrame):
         assert_frame_equal(found, expected, check_exact=True)
-    elif is_dataclass(expected):
+    elif isinstance(expected, (list, tuple)):
         assert type(found) is type(expected)
-        for field in fields(expected):
-            assert_same(getattr(found, field.name), getattr(expected, field.name))
+        for each, other in zip(found, expected, strict=True):
+            assert_same(each, other)
     else:
         assert found == expected
 
