@@ -77,8 +77,8 @@ _LISTED_RATIO = PROBLEM_RATIO / 5
 """Opportunities below this are in the ledger alone."""
 _LISTED = 10
 _LOADING = TRAINING_PHASES.index("dataloader")
-_HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-"""Optimizers of torch that have a fused update on CPUs."""
+_UPDATE_ALL = ("Adam", "AdamW", "SGD", "Adagrad")
+"""Optimizers of torch that update all parameters, and have a fused update on CPUs."""
 _MOST_RATIO = 0.5
 """Of a step: from here on the headline is what the model's own work consists of."""
 _NOTHING = "nothing stands out"
@@ -376,30 +376,34 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     if not few and findings and _sure_ratio(findings[0]) >= CRITICAL_RATIO:
         return findings[0].title  # no setting of the job's removes it
-    own = _own_work(found) + ([] if inputs.uses_gpu else _large_optimizer(inputs, found.ledger))
+    own = _own_work(inputs, found)
     ratio, text = max(own, default=(0.0, ""))
     if not few and ratio >= _MOST_RATIO:
         return text
     return nothing_text(found.ledger, few=few, inside="".join(f"; {text}" for _, text in own))
 
 
-def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> list[tuple[float, str]]:
+def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float, str]]:
     """What is true of an optimizer that takes longer than all that it follows, on a CPU."""
     model, own = (
         sum(ledger.positions.get(name, 0.0) for name in names)
         for names in (("forward", "loss", "backward"), ("optimizer",))
     )
-    if own <= model:
-        return []
+    if own <= model or inputs.uses_gpu:
+        return
     ratio, every = own / ledger.mean_ns, inputs.settings.values()
+    optimizers = [each for of in every for each in of.optimizers]
     hints = []
-    if any(each.name in _HAVE_FUSED and not each.fused for of in every for each in of.optimizers):
-        hints.append("fused=True makes an update shorter")
-    if any(has_layers(each, ("Embedding",)) for each in every):
-        hints.append("sparse=True with SparseAdam leaves out what a large embedding did not use")
+    if all(each.name in _UPDATE_ALL for each in optimizers):
+        if not all(each.fused for each in optimizers):
+            hints.append("fused=True makes an update shorter")
+        if any(has_layers(each, ("Embedding",)) for each in every):
+            hints.append(
+                "sparse=True with SparseAdam leaves out what a large embedding did not use"
+            )
     updates = f": it updates all parameters, used or not ({'; '.join(hints)})" if hints else ""
     text = f"the optimizer takes {ratio_text(ratio)} of the step, more than forward and backward"
-    return [(ratio, text + updates)]
+    yield ratio, text + updates
 
 
 def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
@@ -453,13 +457,15 @@ def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
 
 def _own_work_notes(inputs: RuleInputs, found: RunLedger | None) -> Iterator[str]:
     """What is told of the model's work where the headline is of something else."""
-    texts = [*(text for _, text in _own_work(found)), _kept_graph_text(inputs, found)]
+    texts = [*(text for _, text in _own_work(inputs, found)), _kept_graph_text(inputs, found)]
     yield from (f"the model's own work: {text}" for text in texts if text)
 
 
-def _own_work(found: RunLedger | None) -> list[tuple[float, str]]:
+def _own_work(inputs: RuleInputs, found: RunLedger | None) -> list[tuple[float, str]]:
     """Of the model's own work what may be the job's doing, and has no price: share, and words."""
-    every = [*_recurrence(found), *_own_backward(found)] if found else []
+    if found is None:
+        return []
+    every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found.ledger)]
     return [each for each in every if each[0] >= PROBLEM_RATIO]
 
 

@@ -47,7 +47,7 @@ _PROGRAM = re.compile(
 _OF_DATA = re.compile(
     r"(?:\w+\.)*(?:ZeroDivisionError|OverflowError|KeyError|IndexError|LookupError|AssertionError|"
     r"ValueError|JSONDecodeError|Unicode\w+Error|UnpicklingError|RecursionError|"
-    r"RuntimeError(?=: (?:mat1 and mat2|The size of tensor|Sizes of tensors|shape |"
+    r"RuntimeError(?=: (?:mat1 and mat2|The size of tensor|Sizes of tensors|shape |stack expects |"
     r"Expected |expected )))\b"
 )
 """These as well before a step has ended; later they may be of the data."""

@@ -8,6 +8,7 @@ was recorded by what its operators take of forward.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -61,6 +62,8 @@ _OF_OPERATORS = 0.3
 _LEAST_HELD, _SMALL_HELD = 1 / 45, 1 / 15
 """Where a loop holds the interpreter lock for so much of its time its operators take less than
 some 45 and 15 us each; below that they compute, and below the second, calling them is all."""
+_FREES = re.compile(r"\bzero_grad\Z")
+"""Frees gradients, and holds the lock for as long as that takes: no operators."""
 _CALL_HELD_NS, _FEW_ROUNDS = 1000, 8
 """So long calling an operator holds that lock; a loop of fewer rounds in a step gains little."""
 _BACKWARD = 2.0
@@ -120,6 +123,7 @@ def find_loops(
         frames = [table.tree.frames[at] for at in np.unique(table.tree.place[inner[inner > 0]])]
         places = {frame[:2] for frame in frames}
         is_recorded = has_gradients(table, rows)  # else numbers may take the tensors' place
+        small = share
         if kinds[number] & RECURRENCE and is_recorded:
             share = 0.0 if lines is None else _calls_ratio(*operators_of(lines, places))
         own_ns = float(table.ns[rows].sum())
@@ -134,7 +138,7 @@ def find_loops(
             part = _BACKWARD * own_ns / (_BACKWARD * own_ns + max(forward_ns, 0.0))
         at, behind = code_place(table.tree, most), np.flatnonzero(_is_of_autograd(table))
         if at is not None and not share and lines is None:
-            ns = time.mean_of(table, rows) + part * time.mean_of(table, behind)
+            ns = small * (time.mean_of(table, rows) + part * time.mean_of(table, behind))
             told.recurrences.append(Recurrence(at=at, ns=ns, has_backward=part > 0))
         if not share:
             continue
@@ -189,6 +193,8 @@ def _loop_rows(
     """
     loop = loops[table.stack]
     works = (loop > 0) & np.isin(table.work, (OPERATORS, PYTHON)) & (table.activity != NO_CORE)
+    frees = np.array([*(_FREES.search(f.function) is not None for f in table.tree.frames), False])
+    works &= ~table.tree.holds(frees)[table.stack]
     held = np.append(samples.lock_wait, LOCK_UNKNOWN)[table.sample] == LOCK_HELD
     for each in np.unique(loop[works]).tolist():
         inside = np.flatnonzero(works & (loop == each))

@@ -466,7 +466,10 @@ class _Case:
             what += f"; before that, all ranks hung at {stuck.all_at}"
         still = "" if stuck is not None or at_ns is None else self._stood_still(at_ns)
         found = self._death(cause, (), what + still, died_ns=at_ns, certain=certain)
-        return replace(found, remedy=f"{found.remedy}; {_LOOK_EARLIER}") if still else found
+        if not still:
+            return found
+        first = "see where each rank stood" if cause == "interrupted" else found.remedy
+        return replace(found, remedy=f"{first}; {_LOOK_EARLIER}")
 
     def _own_failure(self, *, interrupted: bool = False) -> Death | None:
         """A rank failed by itself: the first one, with those that failed alike at the same time.

@@ -625,6 +625,11 @@ STORIES = {
         events=[do.signalled(0), do.stopped(at_s=0.1)], cause="signal", ranks=(), status=ENDED,
         said=["no step had ended in the 60.0 s before"], remedy="--hang-limit",
     ),
+    "an interruption of a job that stood still is not all": Story(
+        events=[do.signalled(0, signal.SIGINT), do.stopped(at_s=0.1, number=signal.SIGINT)],
+        cause="interrupted", ranks=(), status=ENDED, said=["no step had ended in the 60.0 s"],
+        remedy="see where each rank stood",
+    ),
     # nodes and ranks that are missing
     "a node that fell silent is lost": Story(
         events=[*TIMED_OUT, do.line("node0", {"type": "job_end", "pid": 9, "wall_ns": T0 + S,

@@ -21,7 +21,7 @@ from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_ru
 from tests.unit.analysis.sampled import Stack, write_stacks
 from tests.unit.analysis.trace.shared import trace_of
 from tests.unit.diagnosis.stories import START_NS
-from tests.unit.diagnosis.tables import ENGINE, LINEAR, MAIN, MODULE, SCRIPT, job
+from tests.unit.diagnosis.tables import ENGINE, LINEAR, MAIN, MODULE, SCRIPT, SITE, job
 from tests.unit.diagnosis.test_ledger_adds_up import check_gains, check_sums
 from tests.unit.diagnosis.trace_stories import BLOCK, ENGINE_NODE, LOOP, window, write_window
 
@@ -31,11 +31,18 @@ MS = 1_000_000
 
 
 def write_job(
-    root: Path, *, hook_samples: int = 0, loop: Frame = LOOP, held: str = "h0", period: int = 40
+    root: Path,
+    *,
+    hook_samples: int = 0,
+    loop: Frame = LOOP,
+    held: str = "h0",
+    period: int = 40,
+    inside: Stack = (),
 ) -> RunPaths:
     """100 steps of 40 ms (`period`): forward 10, of which 2 the loop's, backward 20, optimizer 5.
 
-    In the loop's two samples of a step the interpreter lock is `held` or not.
+    In the loop's two samples of a step the interpreter lock is `held` or not; `inside` them is
+    what it calls.
     """
     run = write_run(root)
     rows: list[tuple[int, int, int, int]] = []
@@ -49,14 +56,14 @@ def write_job(
         rows += [(KINDS[kind], 0, now + begin * MS, now + end * MS)
                  for kind, begin, end in (("F", 2, 12), ("B", 13, 33), ("O", 34, 39))]  # fmt: skip
         sampled(8, (SCRIPT, MAIN, MODULE, BLOCK, MODULE, LINEAR), now + 2 * MS)
-        sampled(2, (SCRIPT, MAIN, MODULE, loop), now + 10 * MS)
+        sampled(2, (SCRIPT, MAIN, MODULE, loop, *inside), now + 10 * MS)
         sampled(20 - hook_samples, (SCRIPT, MAIN, ENGINE), now + 13 * MS)
         sampled(hook_samples, (SCRIPT, MAIN, ENGINE, HOOK), now + (33 - hook_samples) * MS)
         now += period * MS
     write_rank(run, spans_from(rows))
     samples.sort()
     letters = itertools.cycle(held)
-    lock = "".join(next(letters) if stack[-1] == loop else "0" for _, stack in samples)
+    lock = "".join(next(letters) if loop in stack else "0" for _, stack in samples)
     write_stacks(run.rank(0).stacks, samples, lock=lock)
     return run
 
@@ -165,16 +172,26 @@ def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path, round
     assert account.gain_ns == pytest.approx(2 * MS, rel=0.05)
 
 
-def test_rounds_that_need_one_another_promise_nothing_without_a_window(tmp_path: Path) -> None:
-    run = write_job(tmp_path / "run", period=38)
+@pytest.mark.parametrize(
+    ("held", "share"),
+    [("h0", "21 %"), ("h" + 29 * "0", "10 %")],  # of operators that compute, what calls them
+)
+def test_rounds_that_need_one_another_promise_nothing_without_a_window(
+    tmp_path: Path, held: str, share: str
+) -> None:
+    run = write_job(tmp_path / "run", period=38, held=held)
     verdict = diagnose(Analyzer(run.root))
     assert "many_small_operators" not in {a.explanation for a in judged(run.root).accounts}
     # 2 ms, and 4 of 13 parts of backward's 20
-    assert (
-        "about 21 % of the step is small operators of a loop whose rounds need one another"
-        in verdict.headline
-    )
+    said = f"about {share} of the step is small operators of a loop whose rounds need one another"
+    assert said in verdict.headline
     assert "(net.py:9 Net.forward, with its part of backward)" in verdict.headline
+
+
+def test_freeing_gradients_in_a_loop_is_no_small_operator(tmp_path: Path) -> None:
+    zero = (f"{SITE}/torch/optim/optimizer.py", 1000, "Optimizer.zero_grad")
+    run = write_job(tmp_path / "run", inside=(zero,))
+    assert "small operators" not in diagnose(Analyzer(run.root)).headline
 
 
 @pytest.mark.parametrize("held", ["0", "h" + 99 * "0"])
