@@ -178,6 +178,7 @@ def test_nothing_is_larger_than_what_it_is_a_part_of(name: str, tmp_path: Path) 
             assert re.search(r"of (the slowest rank's|rank \d's|its) step", finding.title)
         for line in finding.code_lines[: account.file is not None]:
             assert line.share == pytest.approx(finding.lost_ratio)
+            assert line.share is not None
             assert line.low is not None
             assert line.high is not None
             assert line.low <= line.share <= line.high

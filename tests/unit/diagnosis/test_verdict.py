@@ -205,11 +205,11 @@ def write_cores(
     steal: float = 0.0,
     limit: tuple[float, float] | None = None,
     times: PhaseTimes = lambda *_: BALANCED,
-    stacks: Stacks = (),
+    stacks: Stacks | None = None,
     lock: str = "0",
 ) -> None:
     """Ranks that had so many cores; the limit is in cores, with the share of periods stopped."""
-    write_sampled(root, times, stacks, lock, ranks=len(ranks), steps=400)
+    write_sampled(root, times, stacks or {}, lock, ranks=len(ranks), steps=400)
     busy = sum(each.main + each.workers for each in ranks) + others
 
     def used(second: float, rank: int) -> dict[str, float]:
@@ -906,7 +906,7 @@ def test_threads_of_ranks_beyond_their_cores_are_a_problem_that_a_setting_remove
 def test_neighbours_come_first_only_where_they_surely_cost_more(
     root: Path, wait: float, first: str
 ) -> None:
-    hook = {"forward": every(3, (SCRIPT, MAIN, MODULE, job(4, "hook")), "forward")}
+    hook: Stacks = {"forward": every(3, (SCRIPT, MAIN, MODULE, job(4, "hook")), "forward")}
     times: PhaseTimes = lambda *_: (0.2, 30.0, 20.0, 2.0)  # noqa: E731
     write_cores(root, [Cores(main=0.5, wait=wait)], others=1.5, times=times, stacks=hook, lock="h")
     found = judged(root).findings

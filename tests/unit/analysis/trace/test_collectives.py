@@ -98,7 +98,9 @@ def test_bus_bandwidth_is_held_against_the_link_where_that_is_known(
     tmp_path: Path, gpu: str | None, devices: tuple[int, int], peak: float | None
 ) -> None:
     for rank, device in enumerate(devices):
-        said = {"deviceProperties": [{"id": device, "name": gpu}]} if gpu else {}
+        said: dict[str, object] = {}
+        if gpu:
+            said["deviceProperties"] = [{"id": device, "name": gpu}]
         said["distributedInfo"] = {"rank": rank, "world_size": 2}
         write_trace(tmp_path / f"rank{rank}.json", [all_reduce(0, 100, seq=1, device=device)], said)
     (row,) = TraceAnalysis(tmp_path).process_groups().rows(named=True)
