@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from haiprof.agent.prometheus_endpoint import Latest
 from haiprof.agent.samplers.loop import Stream
-from haiprof.agent.samplers.table import CounterState, Missing, TableSampler
+from haiprof.agent.samplers.table import CounterState, Missing, MissingLog, TableSampler
 from haiprof.base.errors import MissingExtraError, UsageError
 from haiprof.base.options import Options
 from haiprof.launch.run import _check_extras
@@ -61,6 +61,7 @@ class Told(TableSampler):
         self.rows: list[dict[str, float]] = []
         self.lines: list[Mapping[str, object]] = []
         self._told = list(entities)
+        self.missing = MissingLog()
 
     def open(self) -> list[Missing]:
         return []
@@ -73,9 +74,6 @@ class Told(TableSampler):
 
     def sample(self) -> bytes:
         return b"".join(self.table.struct.pack(*row_of(self.table, **row)) for row in self.rows)
-
-    def drain_missing(self) -> list[Missing]:
-        return []
 
     def drain_lines(self) -> list[Mapping[str, object]]:
         lines, self.lines = self.lines, []

@@ -181,10 +181,11 @@ def test_late_batches_of_an_unknown_loader_have_no_reason(root: Path) -> None:
     ("stack", "spacing_ms", "at", "without"),
     [
         ((("/me/data.py", 12, "connect"),), 1, ["data.py:12 connect"], False),
-        ((FETCH, ("/me/data.py", 30, "Few.__getitem__")), 10, [], True),
-        ((FETCH, ("/me/data.py", 30, "Few.__getitem__")), 200, [], False),  # more than a start
+        ((FETCH, ("/me/data.py", 30, "Few.__getitem__")), 10, ["data.py:30 Few.__getitem__"], True),
+        ((FETCH, ("/me/data.py", 30, "Few.__getitem__")), 200,  # more than a start
+         ["data.py:30 Few.__getitem__"], False),
     ],
-)
+)  # fmt: skip
 def test_restarted_workers_are_told_by_the_starts_of_epochs(
     root: Path, stack: Stack, spacing_ms: int, at: list[str], without: bool
 ) -> None:
