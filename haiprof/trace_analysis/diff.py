@@ -268,7 +268,9 @@ class _JobSamples(NamedTuple):
         return found
 
 
-def compare_traces(control: pl.DataFrame, test: pl.DataFrame) -> TraceDiff:
+def compare_traces(
+    control: pl.DataFrame, test: pl.DataFrame, *, control_name: str = "the control"
+) -> TraceDiff:
     """Compares what each name took in two sets of traces.
 
     `names`: one row per name, largest difference first: `of`; `name`; `change`; then per step,
@@ -300,7 +302,7 @@ def compare_traces(control: pl.DataFrame, test: pl.DataFrame) -> TraceDiff:
             hint="call profiler.step() once per step, or compare with by_step=False",
         )
     if not before.step_ns.mean() > 0:
-        raise MissingDataError("compare --traces: no time passes in the control's steps")
+        raise MissingDataError(f"{control_name}: no time passes in its steps")
     compared = compare_samples(before.step_ns, after.step_ns)
     step_time = StepTime(
         control_ns=float(before.step_ns.mean()),

@@ -281,7 +281,8 @@ class TraceQuestions(RankTraces):
             "of": of, "names": names, "geometry": geometry, "by_step": by_step,
         }  # fmt: skip
         control = self.per_rank(step_samples, steps=steps, **asked)
-        return compare_traces(control, other.per_rank(step_samples, steps=other_steps, **asked))
+        test = other.per_rank(step_samples, steps=other_steps, **asked)
+        return compare_traces(control, test, control_name=str(self.path))
 
     def what_if(self, *changes: Change, steps: Steps = None) -> pl.DataFrame:
         """Step time if something were faster: `haiprof.trace_analysis.what_if`.
