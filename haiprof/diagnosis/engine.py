@@ -128,7 +128,6 @@ def judge(
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
     headline = _headline(inputs, findings, found)
-    names_loss = bool(findings) and headline == findings[0].title
     verdict = Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
@@ -171,7 +170,7 @@ def judge(
             *attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *uneven_notes(ledger),
-            *(_own_work_notes(inputs, found) if names_loss else ()),
+            *_own_work_notes(inputs, found, headline),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, _step_sizes(inputs), died=death is not None),
         ),
@@ -394,7 +393,7 @@ def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float
     ratio, every = own / ledger.mean_ns, inputs.settings.values()
     optimizers = [each for of in every for each in of.optimizers]
     hints = []
-    if all(each.name in _UPDATE_ALL for each in optimizers):
+    if optimizers and all(each.name in _UPDATE_ALL for each in optimizers):
         if not all(each.fused for each in optimizers):
             hints.append("fused=True makes an update shorter")
         if any(has_layers(each, ("Embedding",)) for each in every):
@@ -455,10 +454,10 @@ def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
     )
 
 
-def _own_work_notes(inputs: RuleInputs, found: RunLedger | None) -> Iterator[str]:
-    """What is told of the model's work where the headline is of something else."""
+def _own_work_notes(inputs: RuleInputs, found: RunLedger | None, headline: str) -> Iterator[str]:
+    """What is told of the model's work that the headline does not say."""
     texts = [*(text for _, text in _own_work(inputs, found)), _kept_graph_text(inputs, found)]
-    yield from (f"the model's own work: {text}" for text in texts if text)
+    yield from (f"the model's own work: {text}" for text in texts if text not in headline)
 
 
 def _own_work(inputs: RuleInputs, found: RunLedger | None) -> list[tuple[float, str]]:
