@@ -39,7 +39,7 @@ from haiprof.diagnosis.run_notes import (
     traced_lines,
     why_no_steps,
 )
-from haiprof.diagnosis.settings_facts import has_layers
+from haiprof.diagnosis.settings_facts import FUSED_GAINS, UNFUSED_ADAM, has_layers
 from haiprof.diagnosis.slow_parts import RULE as SLOW_PART
 from haiprof.diagnosis.slow_parts import slow_part
 from haiprof.diagnosis.small_operators import has_gradients
@@ -78,7 +78,7 @@ _LISTED_RATIO = PROBLEM_RATIO / 5
 _LISTED = 10
 _LOADING = TRAINING_PHASES.index("dataloader")
 _UPDATE_ALL = ("Adam", "AdamW", "SGD", "Adagrad")
-"""Optimizers of torch that update all parameters, and have a fused update on CPUs."""
+"""Optimizers of torch that update all parameters, whether they have a gradient of 0 or not."""
 _MOST_RATIO = 0.5
 """Of a step: from here on the headline is what the model's own work consists of."""
 _NOTHING = "nothing stands out"
@@ -230,12 +230,34 @@ def _findings(
             samples = found.samples
             first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
             fact = replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
+        if fact.rule == UNFUSED_ADAM and found is not None:
+            fact = _price_update(found.ledger, fact)
         rows.append(fact)
     if found is not None:
         rows = [_name_setting(inputs, found, row) if row.setting else row for row in rows]
-    return tuple(sorted(rows, key=lambda row: (
+    rows.sort(key=lambda row: (
         row.rule != STANDSTILL, SEVERITIES.index(row.severity), -_order_ratio(row)
-    )))  # fmt: skip
+    ))  # fmt: skip
+    return tuple(_own_before_machine(rows))
+
+
+def _price_update(ledger: Ledger, fact: Finding) -> Finding:
+    """What fused=True gains of the optimizer's own work, which is needed and in no other gain."""
+    lost = [a for a in ledger.accounts if not a.needed and a.position == "optimizer"]
+    ns = ledger.positions.get("optimizer", 0.0) - sum(account.ns_per_step for account in lost)
+    least, usual, most = (ns * share for share in FUSED_GAINS)
+    gain = gain_of(ledger.mean_ns, usual, least, most)
+    return replace(fact, gain=gain, lost_ratio=usual / ledger.mean_ns)
+
+
+def _own_before_machine(rows: list[Finding]) -> list[Finding]:
+    """What others do on the machine stands behind all that surely gains more."""
+    at = next((place for place, row in enumerate(rows) if row.rule == NEIGHBOURS), None)
+    if at is None:
+        return rows
+    more = [place for place, row in enumerate(rows) if _sure_ratio(row) > _sure_ratio(rows[at])]
+    rows.insert(max([at, *more]), rows.pop(at))
+    return rows
 
 
 def _name_setting(inputs: RuleInputs, found: RunLedger, row: Finding) -> Finding:
@@ -366,7 +388,7 @@ def short_notes(inputs: RuleInputs) -> tuple[str, ...]:
 def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedger | None) -> str:
     if not inputs.step_count:
         return f"no training steps: {why_no_steps(inputs)}"
-    if findings and findings[0].severity != "info":
+    if any(each.severity != "info" for each in findings):
         return findings[0].title
     if found is None:
         return nothing_text(None)
@@ -392,15 +414,16 @@ def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float
         return
     ratio, every = own / ledger.mean_ns, inputs.settings.values()
     optimizers = [each for of in every for each in of.optimizers]
-    hints = []
-    if optimizers and all(each.name in _UPDATE_ALL for each in optimizers):
-        if not all(each.fused for each in optimizers):
-            hints.append("fused=True makes an update shorter")
-        if any(has_layers(each, ("Embedding",)) for each in every):
-            hints.append(
-                "sparse=True with SparseAdam leaves out what a large embedding did not use"
-            )
-    updates = f": it updates all parameters, used or not ({'; '.join(hints)})" if hints else ""
+    updates = ""
+    if (
+        optimizers
+        and all(each.name in _UPDATE_ALL for each in optimizers)
+        and any(has_layers(each, ("Embedding",)) for each in every)
+    ):
+        updates = (
+            ": it updates all parameters, used or not (sparse=True with SparseAdam leaves out what "
+            "a large embedding did not use)"
+        )
     text = f"the optimizer takes {ratio_text(ratio)} of the step, more than forward and backward"
     yield ratio, text + updates
 

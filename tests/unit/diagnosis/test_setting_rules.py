@@ -431,7 +431,6 @@ def test_who_sets_few_threads_is_told_by_the_variable(
     [
         ("Adam", True, "Linear", ""),
         ("SparseAdam", None, "Embedding", ""),
-        ("Adam", None, "Linear", "fused=True makes an update shorter"),
         ("Adam", True, "Embedding",
          "sparse=True with SparseAdam leaves out what a large embedding did not use"),
     ],

@@ -916,6 +916,21 @@ def test_neighbours_come_first_only_where_they_surely_cost_more(
     assert lost["busy_neighbours"] > lost["forward_bound"]
 
 
+@pytest.mark.parametrize(("wait", "first"), [(0.1, "unfused_adam"), (0.8, "busy_neighbours")])
+def test_a_long_update_comes_before_neighbours_that_surely_cost_less(
+    root: Path, wait: float, first: str
+) -> None:
+    """It is torch's default, and so no problem: the neighbours are the only one."""
+    times: PhaseTimes = lambda *_: (0.2, 5.0, 10.0, 30.0)  # noqa: E731
+    write_cores(root, [Cores(main=0.5, wait=wait)], others=1.5, times=times)
+    told(root)
+    verdict = judged(root)
+    severity = {each.rule: each.severity for each in verdict.findings}
+    assert (severity["unfused_adam"], severity["busy_neighbours"] != "info") == ("info", True)
+    assert verdict.findings[0].rule == first
+    assert verdict.headline == verdict.findings[0].title
+
+
 @pytest.mark.parametrize(
     ("kept", "backward_ms", "said"), [(70, 60.0, True), (0, 60.0, False), (70, 10.0, False)]
 )
