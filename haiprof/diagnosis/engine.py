@@ -61,7 +61,7 @@ from haiprof.run_analysis.run_files import integer, number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE, STEP_PHASES
 from haiprof.run_analysis.steps import WORDS
-from haiprof.run_format.stack_lines import LOCK_HELD
+from haiprof.run_format.stack_lines import LAYERS, LOCK_HELD, RECURRENCE
 
 STANDSTILL, FIRST_BATCH = "standstill", "first_batch"
 """It comes first: a job that stands still loses all of its time from then on."""
@@ -82,6 +82,13 @@ _UPDATE_ALL = ("Adam", "AdamW", "SGD", "Adagrad")
 _MOST_RATIO = 0.5
 """Of a step: from here on the headline is what the model's own work consists of."""
 _NOTHING = "nothing stands out"
+_OF_LOOPS = {
+    RECURRENCE: ("whose rounds need one another",
+                 "torch.compile or one operator for the whole loop (nn.LSTM, nn.GRU)"),
+    LAYERS: ("that calls one layer after the other, none of which needs the one before",
+             "one batched operator for all that are alike (torch.baddbmm on stacked weights, "
+             "torch.func.stack_module_state with torch.vmap) or torch.compile"),
+}  # fmt: skip
 _ADDS = re.compile(r"\.(?:append|appendleft|extend|add|insert|update|setdefault)\(|\+=|\]\s*=(?!=)")
 """Of lines that keep what they make."""
 
@@ -429,19 +436,22 @@ def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float
 
 
 def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
-    """The largest loop over small operators whose rounds need one another, and so have no price."""
+    """The largest loop over small operators that has no price: see `Recurrence`."""
     largest = max(found.recurrences, key=lambda each: each.ns, default=None)
     if largest is None:
         return
     place = place_text(largest.at.file, largest.at.line, largest.at.function)
     beside = ", with its part of backward" if largest.has_backward else ""
     ratio = largest.ns / found.ledger.mean_ns
-    text = (
-        f"about {ratio_text(ratio)} of the step is small operators of a loop whose rounds need "
-        f"one another ({place}{beside}): torch.compile or one operator for the whole loop "
-        "(nn.LSTM, nn.GRU) saves some of that, haiprof --explain says how much"
-    )
-    yield ratio, text
+    what, do = _OF_LOOPS[largest.kind]
+    kind, much = "small operators of a loop", "some of that, haiprof --explain says how much"
+    if largest.called is not None:
+        kind = "operators of a loop"
+        count, each_ns = largest.called
+        each = f"{count:,.0f} operators of {duration_text(each_ns)} each"
+        much = f"some of that (its forward has {each}, as traced)"
+    text = f"about {ratio_text(ratio)} of the step is {kind} {what} ({place}{beside})"
+    yield ratio, f"{text}: {do} saves {much}"
 
 
 def _own_backward(found: RunLedger) -> Iterator[tuple[float, str]]:

@@ -59,7 +59,7 @@ from haiprof.run_analysis.ledger import (
 from haiprof.run_analysis.lines import TRAINERS, CodeLine, function_times, innermost_stack
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
-from haiprof.run_format.stack_lines import INDEPENDENT, RECURRENCE, WAITS
+from haiprof.run_format.stack_lines import INDEPENDENT, LAYERS, RECURRENCE, WAITS
 
 WHERE = {
     "input": "making the batch on the training thread",
@@ -207,7 +207,14 @@ def _small_operators(question: Question) -> Finding:
     )
     if account.package == "numpy" or any(name.startswith("numpy") for name in account.callees):
         remedy = "do it for all elements at once, without the loop: whole arrays, or tensors"
-    if any(kind & RECURRENCE for kind in loops.values()):
+    kinds = {kind & LAYERS for kind in loops.values()}
+    if LAYERS in kinds:
+        remedy = (
+            "no layer of the loop needs the one before: where they are alike, compute all with one "
+            "batched operator (torch.baddbmm on stacked weights, torch.func.stack_module_state "
+            "with torch.vmap), or use torch.compile"
+        )
+    elif RECURRENCE in kinds:
         remedy = (
             "each round needs the one before: use the operator that has the loop inside (nn.LSTM, "
             "nn.GRU, torch.cumsum), torch.compile, or do outside of it what does not need it"
@@ -789,7 +796,7 @@ def _code(question: Question) -> Finding:
         (_is_own(question, in_hooks(question.samples.tree)),
          "it is a hook: remove it (the handle that registering it gave: remove()), or let it "
          "return at once in all but every Nth step"),
-        *((of_tensors and kind & loop, do) for kind, do in _OF_LOOP),
+        *((of_tensors and kind == loop & LAYERS, do) for kind, do in _OF_LOOP),
         (alone and is_outside, "let all ranks do a part of it each, or less often"),
         (may_load, f"where it makes a batch, {_DO['prepare']}; else {_OUTSIDE}"),
         (position == "gradients" and _SCALES.search(text) is not None,

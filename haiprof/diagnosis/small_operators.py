@@ -41,6 +41,7 @@ from haiprof.run_analysis.step_positions import (
 )
 from haiprof.run_format.stack_lines import (
     INDEPENDENT,
+    LAYERS,
     LOCK_HELD,
     LOCK_UNKNOWN,
     NO_GRAD,
@@ -81,12 +82,15 @@ _INSIDE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """A loop over small operators whose rounds need one another."""
+    """A loop over small operators whose rounds need one another, or call a layer each."""
 
     at: CodePlace
+    kind: int
     ns: float
     """Of the mean step, with an estimate of its part of backward."""
     has_backward: bool
+    called: tuple[float, float] | None
+    """Its operators in forward of a step, and the ns of each, by a window; None without one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,25 +127,32 @@ def find_loops(
         frames = [table.tree.frames[at] for at in np.unique(table.tree.place[inner[inner > 0]])]
         places = {frame[:2] for frame in frames}
         is_recorded = has_gradients(table, rows)  # else numbers may take the tensors' place
-        small = share
-        if kinds[number] & RECURRENCE and is_recorded:
-            share = 0.0 if lines is None else _calls_ratio(*operators_of(lines, places))
-        own_ns = float(table.ns[rows].sum())
-        part = 0.0
+        has_price, called = not kinds[number] & RECURRENCE or not is_recorded, None
+        if lines is not None and not has_price:
+            count, spent_ns = operators_of(lines, places)
+            called = (count, spent_ns / count) if count else None
+            calls_ratio = min(OPERATOR_CALL_NS * count / max(spent_ns, 1.0), 1.0)
+            has_price = count >= MANY_OPERATORS and calls_ratio >= _MOSTLY_CALLS
+            share = calls_ratio if has_price else 1.0
+        own_ns, part = float(table.ns[rows].sum()), 0.0
         if lines is not None:
             own = [each for each in told.shares if each[0][:2] in places]
-            told.shares = [each for each in told.shares if each not in own]
             part = sum(each for _, each in own) / told.left
-            told.left -= part * told.left
         elif table.position[rows[0]] in (FORWARD, LOSS) and is_recorded:
             forward_ns -= own_ns
             part = _BACKWARD * own_ns / (_BACKWARD * own_ns + max(forward_ns, 0.0))
         at, behind = code_place(table.tree, most), np.flatnonzero(_is_of_autograd(table))
-        if at is not None and not share and lines is None:
-            ns = small * (time.mean_of(table, rows) + part * time.mean_of(table, behind))
-            told.recurrences.append(Recurrence(at=at, ns=ns, has_backward=part > 0))
-        if not share:
+        if not has_price:
+            ns = share * (time.mean_of(table, rows) + part * time.mean_of(table, behind))
+            kind = kinds[number] & LAYERS
+            if at is not None:
+                told.recurrences.append(
+                    Recurrence(at=at, kind=kind, ns=ns, has_backward=part > 0, called=called)
+                )
             continue
+        if lines is not None:
+            told.shares = [each for each in told.shares if each not in own]
+            told.left -= part * told.left
         if part:
             table, behind = table.split(behind, part)
             table.stack[behind] = most
@@ -176,12 +187,6 @@ def operators_of(lines: pl.DataFrame, places: Collection[tuple[str, int]]) -> tu
     own = lines.filter([place in places for place in lines.select("file", "line").rows()])
     count = own["operator_count"] / own["step_count"] / max(lines["rank"].n_unique(), 1)
     return float(count.sum()), float((count * own["operator_ns"]).sum())
-
-
-def _calls_ratio(count: float, spent_ns: float) -> float:
-    """How much of some operators is calling them; 0: they are few, or compute."""
-    ratio = OPERATOR_CALL_NS * count / max(spent_ns, 1.0)
-    return min(ratio, 1.0) if count >= MANY_OPERATORS and ratio >= _MOSTLY_CALLS else 0.0
 
 
 def _loop_rows(
@@ -232,7 +237,7 @@ def _loops_of(tree: CodeTree) -> tuple[Ints, list[int]]:
         outer = int(found[tree.parent[stack]])
         if MODULE_FILE in frame.file:
             outer = outer if kinds[outer] & RECURRENCE else 0
-        if frame.loop and not kinds[outer] & INDEPENDENT:
+        if frame.loop and kinds[outer] & LAYERS != INDEPENDENT:
             outer = known.setdefault((frame.file, frame.loop, frame.loop_kind), len(kinds))
             kinds += [frame.loop_kind] if outer == len(kinds) else []
         found[stack] = outer

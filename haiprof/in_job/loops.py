@@ -11,7 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD, OPERATIONS_BIT, RECURRENCE
+from haiprof.run_format.stack_lines import (
+    INDEPENDENT,
+    LAYERS,
+    NO_GRAD,
+    OPERATIONS_BIT,
+    RECURRENCE,
+)
 
 _LINE_LIMIT = 100
 """A longer loop is a training loop, or is not taken for one that may be batched."""
@@ -21,6 +27,7 @@ _FEW = 3
 _HEADS = (b"for ", b"while ", b"async for ")
 _FOR = re.compile(rb"[^#]*\sfor\s[^#]+\sin\s")
 """Follows what a comprehension works out, on its line."""
+_ITEMS = re.compile(rb"\bfor\s+([^#]+?)\s+in\s")
 _COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 _ADDS = frozenset({"append", "extend", "add", "insert", "update"})
 _JOINS = frozenset({"cat", "concat", "stack", "maximum", "minimum", "max", "min", "logaddexp"})
@@ -53,7 +60,7 @@ def find_loop(
     """The line of the loop around some code, in its function, and what that is.
 
     It is the outermost one whose rounds do not need one another; where none is, the innermost.
-    0 where there is no loop, and for a loop over layers.
+    0 where there is no loop, and for a loop over layers each of which needs the one before.
 
     Args:
         source: The lines of its file.
@@ -67,7 +74,9 @@ def find_loop(
     around = list[tuple[int, int]]()  # the innermost first
     if function.endswith(_COMPREHENSIONS) or _FOR.match(text, end):  # from CPython 3.12 on
         count = text.count(b"(") + text.count(b"[")
-        around.append((line, INDEPENDENT | count << OPERATIONS_BIT))
+        items = {each for names in _ITEMS.findall(text) for each in re.findall(rb"\w+", names)}
+        over_layers = items.intersection(re.findall(rb"\b(\w+)\(", text))
+        around.append((line, (LAYERS if over_layers else INDEPENDENT) | count << OPERATIONS_BIT))
     least, no_grad = _indent(text), 0
     if text.lstrip().startswith(_HEADS) and text[:end].rstrip()[-1:] != b":":
         least += 1  # the next round, or the loop's body on the same line
@@ -85,7 +94,7 @@ def find_loop(
             around.append((at, known[at]))
         elif head.startswith(b"with ") and (b"no_grad" in head or b"inference_mode" in head):
             no_grad = NO_GRAD
-    free = [each for each in around if each[1] & INDEPENDENT]
+    free = [each for each in around if each[1] & LAYERS == INDEPENDENT]
     found, kind = free[-1] if free else next((each for each in around if each[1]), (0, 0))
     return (found, kind | no_grad) if found else (0, 0)
 
@@ -204,7 +213,7 @@ def _leaves_no_graph(body: Sequence[ast.stmt], free: set[str], *, rounds: int) -
 
 
 def _kind_of(text: bytes, made: set[str]) -> int:
-    """What a loop is; 0 where that is not known, and of one over layers or few rounds.
+    """What a loop is; 0 where that is not known, of few rounds, and of layers in a row.
 
     `made` are names without gradients.
     """
@@ -214,11 +223,15 @@ def _kind_of(text: bytes, made: set[str]) -> int:
             isinstance(node, _ENDS) for node in ast.walk(loop)
         ):
             return 0
-        if isinstance(loop, ast.For) and (_is_short(loop.iter) or _is_over_layers(loop)):
+        if isinstance(loop, ast.For) and _is_short(loop.iter):
             return 0
         rounds = _Rounds()
         rounds.visit(loop)
         kind = INDEPENDENT if rounds.is_independent() else RECURRENCE
+        if isinstance(loop, ast.For) and _is_over_layers(loop):
+            if kind == RECURRENCE:
+                return 0
+            kind = LAYERS
         count = sum(isinstance(node, _OPERATIONS) for node in ast.walk(loop))
         free = _leaves_no_graph([loop], set(made), rounds=kind)
         return kind | (NO_GRAD if free else 0) | count << OPERATIONS_BIT

@@ -83,7 +83,7 @@ class Frame(NamedTuple):
     loop: int = 0
     """The line of the loop around it in its function; 0: none is known."""
     loop_kind: int = 0
-    """Whether that is INDEPENDENT or a RECURRENCE, and NO_GRAD."""
+    """Whether that is INDEPENDENT, a RECURRENCE or over LAYERS, and NO_GRAD."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

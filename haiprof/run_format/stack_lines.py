@@ -53,8 +53,9 @@ SAMPLE_FIELDS = {
 }  # fmt: skip
 """The fields of a line of samples."""
 
-INDEPENDENT, RECURRENCE, NO_GRAD = 1, 2, 4
-"""What a loop is: its rounds do not need one another, or they do; no gradients are recorded."""
+INDEPENDENT, RECURRENCE, LAYERS, NO_GRAD = 1, 2, 3, 4
+"""What a loop is: its rounds do not need one another, or they do, or they do not and each calls
+another layer (the two low bits); no gradients are recorded."""
 OPERATIONS_BIT = 3
 """From that bit on: how many calls, items and sums its text has; a round does each or more."""
 LOCK_ELSEWHERE, LOCK_WAITED_FOR, LOCK_HELD, LOCK_UNKNOWN = 0, 1, 2, -1

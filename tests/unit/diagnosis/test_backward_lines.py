@@ -15,7 +15,7 @@ from haiprof.base.errors import MissingDataError
 from haiprof.base.ledger import Ledger
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD, RECURRENCE
+from haiprof.run_format.stack_lines import INDEPENDENT, LAYERS, NO_GRAD, RECURRENCE
 from haiprof.trace_analysis.python_code import operator_lines
 from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
@@ -186,6 +186,19 @@ def test_rounds_that_need_one_another_promise_nothing_without_a_window(
     said = f"about {share} of the step is small operators of a loop whose rounds need one another"
     assert said in verdict.headline
     assert "(net.py:9 Net.forward, with its part of backward)" in verdict.headline
+
+
+def test_layers_that_do_not_need_one_another_are_told_and_their_operators_by_a_window(
+    tmp_path: Path,
+) -> None:
+    run = write_job(tmp_path / "run", period=38, loop=(*LOOP[:-1], LAYERS))
+    headline = diagnose(Analyzer(run.root)).headline
+    assert "one layer after the other, none of which needs the one before (net.py:9" in headline
+    assert "haiprof --explain says how much" in headline
+    write_window(run, *window(loops=800, small_us=12.0))
+    headline = diagnose(Analyzer(run.root)).headline
+    assert "(its forward has 800 operators of 12.0 µs each, as traced)" in headline
+    assert "--explain" not in headline
 
 
 def test_freeing_gradients_in_a_loop_is_no_small_operator(tmp_path: Path) -> None:

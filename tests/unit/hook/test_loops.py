@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from haiprof.in_job.loops import find_loop
-from haiprof.run_format.stack_lines import INDEPENDENT, NO_GRAD, OPERATIONS_BIT, RECURRENCE
+from haiprof.run_format.stack_lines import (
+    INDEPENDENT,
+    LAYERS,
+    NO_GRAD,
+    OPERATIONS_BIT,
+    RECURRENCE,
+)
 
 INDEPENDENT_LOOPS = (
     """
@@ -40,6 +46,10 @@ RECURRENCES = (
     "for t in r:\n    a = policy(obs)\n    obs, reward = env.step(a)\n",
     "while err > tol:\n    u = a / (K @ v)\n    v = b / (K.T @ u)\n",
 )
+OVER_LAYERS = (
+    "for e in self.experts:\n    hs.append(e(h).relu())\n",
+    "for i in range(n):\n    y += self.heads[i](x)\n",
+)
 OTHERS = (
     "for layer in layers:\n    x = layer(x)\n",
     "for i in range(n):\n    x = self.layers[i](x)\n",
@@ -67,6 +77,20 @@ def test_rounds_that_do_not_need_one_another(text: str) -> None:
 @pytest.mark.parametrize("text", RECURRENCES)
 def test_rounds_that_need_an_earlier_one(text: str) -> None:
     assert loop_of(text)[1] == RECURRENCE
+
+
+@pytest.mark.parametrize("text", OVER_LAYERS)
+def test_layers_that_do_not_need_one_another(text: str) -> None:
+    assert loop_of(text)[1] == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("[head(x) for head in heads]", LAYERS), ("[row.sum() for row in x]", INDEPENDENT)],
+)
+def test_comprehensions_that_call_a_layer_in_each_round(text: str, kind: int) -> None:
+    found = find_loop([text.encode()], 1, text.index(" for"), 1, "f.<listcomp>", {})
+    assert found[1] & LAYERS == kind
 
 
 @pytest.mark.parametrize("text", OTHERS)
