@@ -13,11 +13,19 @@ import polars as pl
 
 from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Ints
-from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
+from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger, position_words
 from haiprof.base.log_addresses import shown_path
-from haiprof.base.units import bytes_text, duration_text, number_text, ratio_text, visible
+from haiprof.base.units import (
+    bytes_text,
+    duration_text,
+    number_text,
+    ratio_text,
+    shorten,
+    visible,
+)
 from haiprof.diagnosis.background_saves import SLOWED
 from haiprof.diagnosis.explanations import (
+    CODE_CHARS,
     Question,
     account_line,
     code_lines,
@@ -454,6 +462,24 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     yield ratio, f"{text}: {do} saves {much}"
 
 
+def _own_line(found: RunLedger) -> Iterator[tuple[float, str]]:
+    """The line of the job's that takes most of the model's own work, and calls no layer."""
+    spent = dict[tuple[str | None, int | None], list[Account]]()
+    for each in found.ledger.accounts:
+        calls_layer = any(name.startswith("torch.nn.modules.") for name in each.callees)
+        if each.needed and each.file and each.position in ("forward", "loss") and not calls_layer:
+            spent.setdefault((each.file, each.line), []).append(each)
+    parts = max(spent.values(), key=lambda own: sum(a.ns_per_step for a in own), default=[])
+    ratio = sum(each.ns_per_step for each in parts) / found.ledger.mean_ns
+    if ratio >= CRITICAL_RATIO:
+        largest = max(parts, key=lambda each: each.ns_per_step)
+        file, line, function = largest.file or "", largest.line or 0, largest.function or ""
+        place = place_text(file, line, written_in(function))
+        code = f" {shorten(largest.code, CODE_CHARS)}" if largest.code else ""
+        where = position_words(largest.position)
+        yield ratio, f"{ratio_text(ratio)} of the step is one line of {where} ({place}{code})"
+
+
 def _own_backward(found: RunLedger) -> Iterator[tuple[float, str]]:
     """What a backward that the job has written itself takes, as part of the model."""
     own = dict[tuple[str, str], list[Account]]()
@@ -498,6 +524,7 @@ def _own_work(inputs: RuleInputs, found: RunLedger | None) -> list[tuple[float, 
     if found is None:
         return []
     every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found.ledger)]
+    every += [] if found.recurrences else _own_line(found)
     return [each for each in every if each[0] >= PROBLEM_RATIO]
 
 

@@ -93,7 +93,7 @@ _WAITING_FILES = ("/threading.py", "/queue.py")
 """A thread in these waits itself."""
 _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
-_CODE_CHARS = 50
+CODE_CHARS = 50
 """Of an expression in a title: the whole stands in the ledger."""
 _WHOLE = 0.95
 """A gain of so much of what a straggler takes beyond the others is all of it."""
@@ -723,9 +723,13 @@ _OF_CODE = (
     (re.compile(r"replay|rollout|transition|\bbuf(?:fer)?\b", re.IGNORECASE),
      "hold what is sampled from in preallocated tensors or arrays, and take a batch with one "
      "index: lists of Python objects are converted one by one, and a deque is slow to index"),
-    (re.compile(r"\btorch\.(?:rand|zeros|ones|arange|full|empty|tensor|from_numpy)"),
+    (re.compile(r"\b(?:torch|np|numpy)\.(?:rand|zeros|ones|arange|full|empty|tensor|from_numpy)"),
      "make it once where it may stay the same; what belongs to a batch, in the dataset, beside "
      "training (DataLoader workers)"),
+    (re.compile(r"\.index\("),
+     "a list is looked through from its beginning each time: look up in a dict"),
+    (re.compile(r"\.tobytes\(|hexdigest\(|\bpickle\."),
+     "do it every N steps, or from another thread"),
     (re.compile(r"\bzlib\.|\bbz2\.|\blzma\."),
      _COMPRESS),
     (re.compile(r"\bopen\(|\.write\(|\.savez?\w*\("),
@@ -843,7 +847,7 @@ def _also_text(account: Account) -> str:
     if also is None or (also.file, also.line) == (account.file, account.line):
         return ""
     at = f"line {also.line}" if also.file == account.file else place_text(also.file, also.line, "")
-    code = shorten(expression_text(also.expression), _CODE_CHARS)
+    code = shorten(expression_text(also.expression), CODE_CHARS)
     words = "native code" if also.activity == ACTIVITIES[NATIVE] else activity_words(also.activity)
     does = "" if also.activity == account.activity else f", {words}"
     return f" ({ratio_text(also.ratio)} of it: {' '.join(filter(None, (at, code)))}{does})"
@@ -852,7 +856,7 @@ def _also_text(account: Account) -> str:
 def _function_text(account: Account) -> str:
     """`ema_update (train.py:15)`, with the expression where one is known."""
     name = (account.file or "").rpartition("/")[2]
-    code = f" {shorten(account.code, _CODE_CHARS)}" if account.code else ""
+    code = f" {shorten(account.code, CODE_CHARS)}" if account.code else ""
     function = "the script" if account.function == "<module>" else account.function
     line = "" if account.line is None else f":{account.line}"
     return f"{function} ({name}{line}{code})"

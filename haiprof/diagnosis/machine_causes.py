@@ -177,9 +177,8 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
         return None
     return make_finding(
         f"other processes use the CPUs ({number_text(used)} cores)",
-        "see what else runs there (top, haiprof ls, other containers of the node), and give "
-        "the job cores of its own: srun --exclusive, a cpuset, Kubernetes' static CPU manager, or "
-        "move the neighbour",
+        "see what else runs there (top, haiprof ls) and move it, or give the job cores of its own "
+        "(srun --exclusive, a cpuset)",
         ("cores used by others on its node", used, "cores"),
         ("cores used by the rank", inputs.busy_cores.get(rank), "cores"),
         rule=NEIGHBOURS,

@@ -226,7 +226,7 @@ def _kind_of(text: bytes, made: set[str]) -> int:
         if isinstance(loop, ast.For) and _is_short(loop.iter):
             return 0
         rounds = _Rounds()
-        rounds.visit(loop)
+        rounds.visit_rounds(loop)
         kind = INDEPENDENT if rounds.is_independent() else RECURRENCE
         if isinstance(loop, ast.For) and _is_over_layers(loop):
             if kind == RECURRENCE:
@@ -294,6 +294,11 @@ class _Rounds(ast.NodeVisitor):
         """Of items, those that are another one in each round."""
         varies = self._written | self._counted
         return {each for each in items if varies.intersection(re.findall(r"\w+", each))}
+
+    def visit_rounds(self, loop: ast.For | ast.While) -> None:
+        """Visits what each round of a loop does: what a `for` goes over is worked out once."""
+        self._visit_all([loop.target if isinstance(loop, ast.For) else loop.test])
+        self._visit_all(loop.body + loop.orelse)
 
     def visit_For(self, node: ast.For) -> None:
         self.visit(node.iter)

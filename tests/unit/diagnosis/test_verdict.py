@@ -916,6 +916,23 @@ def test_neighbours_come_first_only_where_they_surely_cost_more(
     assert lost["busy_neighbours"] > lost["forward_bound"]
 
 
+LINALG = (f"{SITE}/torch/functional.py", 100, "norm")
+LINEAR = (f"{SITE}/torch/nn/modules/linear.py", 100, "Linear.forward")
+
+
+@pytest.mark.parametrize(("inside", "said"), [((LINALG,), True), ((MODULE, LINEAR), False)])
+def test_one_line_of_the_model_that_takes_most_of_the_step_is_the_headline(
+    root: Path, inside: Stack, said: bool
+) -> None:
+    """It may be needed; a line that calls a layer is what every model has."""
+    own = (job(6, "Net.forward", "net.py"), job(6, "Net.forward.<locals>.<genexpr>", "net.py"))
+    line = (SCRIPT, MAIN, MODULE, *own, *inside)
+    write_sampled(root, lambda *_: (0.2, 30.0, 10.0, 2.0), {"forward": line}, steps=120)
+    headline = judged(root).headline
+    assert headline.endswith("of the step is one line of forward (net.py:6 Net.forward)") == said
+    assert headline.startswith("nothing stands out") != said
+
+
 @pytest.mark.parametrize(("wait", "first"), [(0.1, "unfused_adam"), (0.8, "busy_neighbours")])
 def test_a_long_update_comes_before_neighbours_that_surely_cost_less(
     root: Path, wait: float, first: str

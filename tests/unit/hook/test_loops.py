@@ -25,6 +25,7 @@ for b in range(q.shape[0]):
     "for i, row in enumerate(x):\n    j += 1\n    out[j] = row.sum()\n",
     "for i in x:\n    out = torch.cat([out, f(i)])\n",
     "for i in range(n):\n    out[i] = out[i] * 2\n",
+    "for i in range(len(x)):\n    x[i, :, a : a + 8] = 0\n    x[i] = x[i].flip(-1)\n",
     "for p in parameters:\n    p.grad.mul_(scale)\n",
     "for i in r:\n    for j in r:\n        loss += (e[i] - e[j]).norm() * m[i, j]\n",
     "for i in r:\n    y = x[i].clone()\n    y[0] = 1\n    out.append(y.sum())\n",
