@@ -621,8 +621,8 @@ def _evaluation(question: Question) -> Finding:
         title=f"{who}evaluation takes {question.amount}, {account.paid}",
         remedy="let all ranks evaluate a part each, less often or on fewer batches"
         if alone
-        else "evaluate less often or on fewer batches; its batch can be larger, as no gradients "
-        "are kept",
+        else "evaluate less often or on fewer batches; under torch.no_grad(), which keeps no "
+        "gradients, they can be larger",
     )
 
 

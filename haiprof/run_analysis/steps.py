@@ -29,6 +29,9 @@ _EVAL_MODE_MARKS = kind_table(schema.DATA, schema.DATA_END, schema.DATA_ITER, sc
 # An evaluation-like pass between loader and forward in this many of the optimizer steps is part
 # of the step (pseudo labels, old policy); a real evaluation is rarer or has a loader loop.
 IN_STEP_PASS_RATIO = 0.4
+_UNUSED_LEAST = 4
+"""Forward passes more than usual before a backward, from which on they are none of a step. Own
+choice."""
 
 
 def next_of(mask: Bools) -> Ints:
@@ -53,6 +56,29 @@ def resolve_eval_mode(kind: Codes) -> Codes:
     following = np.append(kind, 0)[next_of(_EVAL_MODE_MARKS[kind])]
     resolved = np.where(following == schema.BACKWARD, schema.FORWARD, schema.EVAL)
     return np.where(ambiguous, resolved, kind).astype(np.int8)
+
+
+def _find_unused(kind: Codes, tag: Codes) -> Bools:
+    """Forward passes with gradients that no backward can use: an evaluation without no_grad.
+
+    Before most backwards a module is called equally often; where it is called far more often, only
+    the last calls are those of training. A penalty that is seldom added calls it once or twice.
+    """
+    found = np.zeros(len(kind), dtype=np.bool_)
+    forward, backward = kind == schema.FORWARD, kind == schema.BACKWARD
+    of_backward = np.cumsum(backward) - backward
+    for module in np.unique(tag[forward]) if backward.any() else ():
+        at = np.flatnonzero(forward & (tag == module))
+        count = np.bincount(of_backward[at], minlength=int(of_backward[-1]) + 1)
+        own = count[:-1][count[:-1] > 0]
+        usual = int(np.median(own)) if len(own) else 0
+        if not usual or (own == usual).mean() < 1 - IN_STEP_PASS_RATIO:
+            continue
+        many = (count >= usual + _UNUSED_LEAST) & (count >= 3 * usual)
+        place = np.arange(len(at)) - np.searchsorted(of_backward[at], of_backward[at])
+        left = count[of_backward[at]] - place
+        found[at[many[of_backward[at]] & (left > usual)]] = True
+    return found
 
 
 def _find_evaluations(nested: Nested, kind: Codes, row: Ints, families: Mapping[int, int]) -> Bools:
@@ -455,6 +481,9 @@ def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segme
         kind = np.where(MODULES[kind], schema.FORWARD, kind).astype(np.int8)
     kind = resolve_eval_mode(kind)
     row = np.flatnonzero(nested.parent < 0)
+    unused = np.zeros(len(kind), dtype=np.bool_)
+    unused[row[_find_unused(kind[row], nested.spans.tag[row])]] = True
+    kind = np.where(unused, schema.EVAL, kind).astype(np.int8)
     evaluation = _find_evaluations(nested, kind, row, families)
     training = _training(nested, kind, row, evaluation, source=source)
     found = find_boundaries(training)

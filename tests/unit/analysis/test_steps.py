@@ -93,6 +93,21 @@ def test_evaluation_is_in_no_step(train: str, evaluation: str) -> None:
         assert ((steps.end_ns <= begin) | (steps.start_ns >= end)).all()
 
 
+@pytest.mark.parametrize(
+    ("train", "passes", "is_evaluation"),
+    [("F B O", "F F F F F", True), ("D F B O", "D F D F D F D F D F", True),
+     ("F B O", "FE FE FE FE FE", True), ("F F B O", "F", False), ("F B O", "F F", False)],
+)  # fmt: skip
+def test_forward_passes_that_no_backward_uses_are_an_evaluation(
+    train: str, passes: str, is_evaluation: bool
+) -> None:
+    """Without no_grad, in training mode or (FE) not; a penalty that is seldom added is none."""
+    line = f"{train} {train} {train} {train} {passes} {train} {train} {train} {passes} {train}"
+    found = cut(line)
+    assert len(found.evaluations.starts) == (2 if is_evaluation else 0)
+    assert len(found.steps.start_ns) == 8
+
+
 def test_evaluation_between_micro_steps_is_taken_out_of_the_step() -> None:
     found = cut("D F B E E D F B O D F B D F B O")
     assert found.steps.step_ns[0] == found.steps.end_ns[0] - found.steps.start_ns[0] - 207
