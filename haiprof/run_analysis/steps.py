@@ -58,23 +58,26 @@ def resolve_eval_mode(kind: Codes) -> Codes:
     return np.where(ambiguous, resolved, kind).astype(np.int8)
 
 
-def _find_unused(kind: Codes, tag: Codes) -> Bools:
+def _find_unused(kind: Codes, tag: Codes, ns: Ints) -> Bools:
     """Forward passes with gradients that no backward can use: an evaluation without no_grad.
 
-    Before most backwards a module is called equally often; where it is called far more often, only
-    the last calls are those of training. A penalty that is seldom added calls it once or twice.
+    Before most backwards a module is called equally often; where it is called far more often, and
+    its backward is no longer for that, only the last calls are those of training. A penalty that is
+    seldom added calls it once or twice. `ns`: how long each token takes.
     """
     found = np.zeros(len(kind), dtype=np.bool_)
     forward, backward = kind == schema.FORWARD, kind == schema.BACKWARD
-    of_backward = np.cumsum(backward) - backward
+    of_backward, backward_ns = np.cumsum(backward) - backward, ns[backward]
     for module in np.unique(tag[forward]) if backward.any() else ():
         at = np.flatnonzero(forward & (tag == module))
-        count = np.bincount(of_backward[at], minlength=int(of_backward[-1]) + 1)
+        count = np.bincount(of_backward[at], minlength=len(backward_ns) + 1)
         own = count[:-1][count[:-1] > 0]
         usual = int(np.median(own)) if len(own) else 0
         if not usual or (own == usual).mean() < 1 - IN_STEP_PASS_RATIO:
             continue
         many = (count >= usual + _UNUSED_LEAST) & (count >= 3 * usual)
+        plain = backward_ns[count[:-1] == usual]
+        many[:-1] &= backward_ns < 2 * np.median(plain)
         place = np.arange(len(at)) - np.searchsorted(of_backward[at], of_backward[at])
         left = count[of_backward[at]] - place
         found[at[many[of_backward[at]] & (left > usual)]] = True
@@ -481,8 +484,9 @@ def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segme
         kind = np.where(MODULES[kind], schema.FORWARD, kind).astype(np.int8)
     kind = resolve_eval_mode(kind)
     row = np.flatnonzero(nested.parent < 0)
+    ns = nested.spans.end_ns[row] - nested.spans.start_ns[row]
     unused = np.zeros(len(kind), dtype=np.bool_)
-    unused[row[_find_unused(kind[row], nested.spans.tag[row])]] = True
+    unused[row[_find_unused(kind[row], nested.spans.tag[row], ns)]] = True
     kind = np.where(unused, schema.EVAL, kind).astype(np.int8)
     evaluation = _find_evaluations(nested, kind, row, families)
     training = _training(nested, kind, row, evaluation, source=source)

@@ -96,16 +96,20 @@ def test_evaluation_is_in_no_step(train: str, evaluation: str) -> None:
 @pytest.mark.parametrize(
     ("train", "passes", "is_evaluation"),
     [("F B O", "F F F F F", True), ("D F B O", "D F D F D F D F D F", True),
-     ("F B O", "FE FE FE FE FE", True), ("F F B O", "F", False), ("F B O", "F F", False)],
+     ("F B O", "FE FE FE FE FE", True), ("F F B O", "F", False), ("F B O", "F F", False),
+     ("F B O", "F F F F F F B(GC GC) O", False)],
 )  # fmt: skip
 def test_forward_passes_that_no_backward_uses_are_an_evaluation(
     train: str, passes: str, is_evaluation: bool
 ) -> None:
-    """Without no_grad, in training mode or (FE) not; a penalty that is seldom added is none."""
+    """Without no_grad, in training mode or (FE) not.
+
+    A penalty that is seldom added is none, nor are passes for which a backward is longer.
+    """
     line = f"{train} {train} {train} {train} {passes} {train} {train} {train} {passes} {train}"
     found = cut(line)
     assert len(found.evaluations.starts) == (2 if is_evaluation else 0)
-    assert len(found.steps.start_ns) == 8
+    assert len(found.steps.start_ns) == 8 + 2 * passes.count("O")
 
 
 def test_evaluation_between_micro_steps_is_taken_out_of_the_step() -> None:
