@@ -62,7 +62,13 @@ from haiprof.diagnosis.verdict import SEVERITIES, Cost, Events, Finding, Severit
 from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import TRAINING_PHASES
 from haiprof.run_analysis.deaths import Death
-from haiprof.run_analysis.ledger import ACTIVITIES, DISPATCH_RATIO, JOB, UNKNOWN
+from haiprof.run_analysis.ledger import (
+    ACTIVITIES,
+    DISPATCH_RATIO,
+    JOB,
+    MODULE_FILE,
+    UNKNOWN,
+)
 from haiprof.run_analysis.lines import CodeLine, find_statement, written_in
 from haiprof.run_analysis.printed_lines import printed_notes
 from haiprof.run_analysis.run_files import integer, number
@@ -464,15 +470,18 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
 
 def _own_line(found: RunLedger) -> Iterator[tuple[float, str]]:
     """The line of the job's that takes most of the model's own work, and calls no layer."""
-    spent = dict[tuple[str | None, int | None], list[Account]]()
-    for each in found.ledger.accounts:
-        calls_layer = any(name.startswith("torch.nn.modules.") for name in each.callees)
-        if each.needed and each.file and each.position in ("forward", "loss") and not calls_layer:
-            spent.setdefault((each.file, each.line), []).append(each)
-    parts = max(spent.values(), key=lambda own: sum(a.ns_per_step for a in own), default=[])
-    ratio = sum(each.ns_per_step for each in parts) / found.ledger.mean_ns
+    ledger, table = found.ledger, found.table
+    module = np.array([*(MODULE_FILE in frame.file for frame in table.tree.frames), False])
+    calls_layer = table.tree.calls_libraries(module)[table.stack]
+    spent = dict[tuple[str, int | None], list[tuple[float, Account]]]()
+    for each, rows in zip(ledger.accounts, found.rows, strict=True):
+        if each.needed and each.file and each.position in ("forward", "loss"):
+            ns = float(found.time.mean_of(table, rows[~calls_layer[rows]]))
+            spent.setdefault((each.file, each.line), []).append((ns, each))
+    parts = max(spent.values(), key=lambda own: sum(ns for ns, _ in own), default=[])
+    ratio = sum(ns for ns, _ in parts) / ledger.mean_ns
     if ratio >= CRITICAL_RATIO:
-        largest = max(parts, key=lambda each: each.ns_per_step)
+        largest = max(parts, key=lambda part: part[0])[1]
         file, line, function = largest.file or "", largest.line or 0, largest.function or ""
         place = place_text(file, line, written_in(function))
         code = f" {shorten(largest.code, CODE_CHARS)}" if largest.code else ""
