@@ -351,7 +351,9 @@ def _finding(
     gain = gain_of(ledger.mean_ns, account.gain_ns, account.gain_low_ns, account.gain_high_ns)
     if account.explanation in priced:
         fact = priced[account.explanation]
-        return replace(fact, lost_ratio=account.gain_ns / mean, gain=gain, severity=severity)
+        missing = () if fact.lost_ratio is None else fact.missing  # its price, which is known now
+        ratio = account.gain_ns / mean
+        return replace(fact, lost_ratio=ratio, gain=gain, severity=severity, missing=missing)
     question = Question(
         inputs=inputs, samples=found.samples, account=account, mean_ns=ledger.mean_ns
     )

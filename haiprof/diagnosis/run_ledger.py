@@ -227,12 +227,12 @@ def run_ledger(
             replace(each, key="data_imbalance") if each.activity == PEER_WAIT else each
             for each in found
         ]
-    table, found = _keep_needed_link(table, found, inputs, time)
     if lines is not None:
         table = give_lines(table, loops)
     for fact in facts:
         if fact.is_priced:
             table, found = _split_setting(table, found, fact)
+    table, found = _keep_needed_link(table, found, inputs, time)  # of what settings leave
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
     ledger, rows = _ledger(table, time, found, left, late)
     return RunLedger(
@@ -329,7 +329,7 @@ def _keep_needed_link(
     for each in found:
         whole = time.mean_of(table, each.rows)
         is_beside = has_phases and each.position not in (*MODEL_POSITIONS, GRADIENTS)
-        if each.activity != LINK_WAIT or not whole or is_beside:
+        if each.activity != LINK_WAIT or each.key is not None or not whole or is_beside:
             kept.append(each)
             continue
         is_long = whole > most_ns
@@ -417,22 +417,27 @@ def _split_stragglers(
 def _split_setting(
     table: TimeTable, found: Sequence[Opportunity], setting: Finding
 ) -> tuple[TimeTable, list[Opportunity]]:
-    """What a setting costs: what runs for its sake alone, and a part of the operators' time."""
+    """What a setting costs: what runs for its sake alone, a part of operators, or of exchanges."""
     is_seen = table.tree.within(SEEN_IN.get(setting.rule, ()))[table.stack]
     seen = np.flatnonzero(is_seen & (table.position != COMPILE))
     inside = np.isin(table.position, [POSITIONS.index(phase) for phase in setting.phases])
     rows = np.setdiff1d(np.flatnonzero(table.needed & inside), seen)
-    whole = float(table.ns[rows].sum())
+    waits = np.flatnonzero(np.isin(table.activity, (LINK_WAIT, PEER_WAIT)) & inside)
     lost_ns = (setting.lost_ratio or 0.0) * float(table.ns.sum()) - float(table.ns[seen].sum())
+    lost = min(lost_ns / max(float(table.ns[rows].sum()), 1.0), _MOST_SPLIT)
     taken = seen
-    if whole and lost_ns > 0.0:
-        table, new = table.split(rows, min(lost_ns / whole, _MOST_SPLIT), needed=False)
-        taken = np.append(seen, new)
+    for part, share in ((rows, lost), (waits, setting.exchange_ratio)):
+        if len(part) and share > 0:
+            table, new = table.split(part, share, needed=False)
+            taken = np.append(taken, new)
     if len(seen):
         table = replace(table, needed=table.needed & ~np.isin(np.arange(len(table.ns)), seen))
         found = [replace(each, rows=np.setdiff1d(each.rows, seen)) for each in found]
-    own = [replace(opportunity(table, taken, None), key=setting.rule)] if len(taken) else []
-    return table, [*found, *own]
+    if not len(taken):
+        return table, [*found]
+    own = replace(opportunity(table, taken, None), key=setting.rule)
+    # Also where it is mostly waiting for ranks: each of them is late at times, and all gain.
+    return table, [*found, replace(own, activity=LINK_WAIT) if setting.exchange_ratio else own]
 
 
 def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:

@@ -494,20 +494,16 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
         return "no DistributedDataParallel of several ranks"
     count = number(inputs.steps["micro_step_count"].median()) or 1.0
     if count >= 2 and all(_never_skips_sync(inputs, each, count) for each in wrapped):
-        split = usual_split(inputs.by_rank[typical_rank(inputs)])
-        backward, whole = split["backward"], sum(value or 0.0 for value in split.values())
-        tail = inputs.analyzer.backward_tail(typical_rank(inputs))
-        spare = None if tail is None or backward is None else backward * tail * (count - 1) / count
         return make_finding(
             f"gradients of {count:.0f} backward passes are accumulated, and reduced after each one",
             "all but the last backward of a step under `with model.no_sync():`, its forward too",
             ("backward passes of a step", count, "count"),
-            ("waiting and reducing that no_sync spares", spare, "ns"),
             confidence=0.8,
             setting=r"backward\(",
             cause="no_sync",
-            lost_ratio=None if spare is None or not whole else spare / whole,
+            exchange_ratio=(count - 1) / count,
             phases=("backward",),
+            missing=("how long its exchanges take",),
         )
     ddp = [model.ddp for each in wrapped for model in each.models if model.ddp]
     unused = any(each.get("find_unused_parameters") is True for each in ddp)

@@ -83,6 +83,8 @@ class Finding:
     cause: str | None = None
     phases: tuple[str, ...] = ()
     """Of a setting: the phases whose operators `lost_ratio` is the price of."""
+    exchange_ratio: float = 0.0
+    """Of a setting: what it costs of the exchanges between ranks in these, waits included."""
     setting: str = ""
     """Pattern of the call or assignment of the job's that sets it (`lines.find_statement`)."""
     code_lines: tuple[CodeLine, ...] = ()
@@ -93,7 +95,7 @@ class Finding:
     @property
     def is_priced(self) -> bool:
         """Whether it costs a known share of some phases."""
-        return bool(self.lost_ratio and self.phases)
+        return bool((self.lost_ratio or self.exchange_ratio) and self.phases)
 
     @property
     def numbers(self) -> tuple[Evidence, ...]:

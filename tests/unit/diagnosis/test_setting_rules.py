@@ -14,6 +14,7 @@ from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.loader_causes import MAKES_LOADER
 from haiprof.diagnosis.machine_causes import SETS_THREADS
 from haiprof.diagnosis.settings_facts import PRICES, SETS_FLOAT64
+from haiprof.diagnosis.thresholds import LINK_USUAL_NS
 from haiprof.diagnosis.verdict import Finding, Verdict
 from haiprof.run_analysis.lines import find_statement
 from haiprof.run_format import schema
@@ -28,9 +29,11 @@ from tests.unit.diagnosis.stories import (
     note,
     placed,
     report,
+    write_collectives,
+    write_samples,
     write_story,
 )
-from tests.unit.diagnosis.tables import tree_of
+from tests.unit.diagnosis.tables import ENGINE, SCRIPT, job, tree_of
 
 USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
@@ -306,6 +309,34 @@ def test_a_setting_costs_its_least_price(root: Path) -> None:
     ddp = {"passes": 1, "no_sync_count": 0, "find_unused_parameters": True}
     unused = with_ddp(root.with_name("ddp"), **ddp)["ddp_arguments"]
     assert (unused.cause, unused.lost_ratio is None) == ("find_unused_parameters", False)
+
+
+@pytest.mark.parametrize(
+    ("passes", "late_ms", "spared_ms"),
+    [
+        (4, (3.0, 3.0), 3 * 6.0),
+        (4, (3.0, 5.0), 3 * 4.0),  # nobody waits for the link before the last rank is there
+        (1, (3.0, 3.0), 0.0),
+    ],
+)
+def test_accumulation_without_no_sync_is_told_before_the_link_and_nothing_is_promised_twice(
+    root: Path, passes: int, late_ms: tuple[float, float], spared_ms: float
+) -> None:
+    """Each backward of 9 ms ends with an exchange, and all but the last of a step's can go."""
+    with_ddp(root, **NO_SYNC | {"passes": passes})
+    for rank in range(2):
+        write_samples(root, lambda *_: (SCRIPT, job(43, "main"), ENGINE), rank=rank)
+    write_collectives(root, late_ms)
+    found = {each.rule: each for each in judged(root).findings}
+    gains = {name: each.gain.step_ns - each.gain.left_ns
+             for name, each in found.items() if each.gain is not None}  # fmt: skip
+    assert gains.get("ddp_arguments", 0.0) == pytest.approx(spared_ms * NS_PER_MS, rel=0.1)
+    left_ms = 9 - max(late_ms) - LINK_USUAL_NS / NS_PER_MS
+    assert gains["link_bound"] == pytest.approx(left_ms * NS_PER_MS, rel=0.2), "of one exchange"
+    if passes > 1:
+        no_sync = found["ddp_arguments"]
+        assert next(iter(found)) == "ddp_arguments"
+        assert (no_sync.cause, no_sync.severity != "info", no_sync.missing) == ("no_sync", True, ())
 
 
 def test_titles_and_remedies_name_what_is_set(root: Path) -> None:
