@@ -533,7 +533,7 @@ RULES: tuple[Rule, ...] = (
     settings_facts.anomaly_detection, settings_facts.profiler_left_on,
     settings_facts.costly_switches, settings_facts.double_precision,
     settings_facts.deterministic_mode, settings_facts.mkldnn_off, settings_facts.unfused_adam,
-    settings_facts.optimizer_loop,
+    settings_facts.optimizer_loop, settings_facts.padding,
     settings_facts.ddp_arguments, settings_facts.fsdp_units, settings_facts.fast_paths_off,
     settings_facts.half_precision, settings_facts.threads_over_cores,
     settings_facts.threads_under_cores, settings_facts.settings_differ, loss_not_finite,

@@ -424,9 +424,9 @@ def _split_setting(
     rows = np.setdiff1d(np.flatnonzero(table.needed & inside), seen)
     waits = np.flatnonzero(np.isin(table.activity, (LINK_WAIT, PEER_WAIT)) & inside)
     lost_ns = (setting.lost_ratio or 0.0) * float(table.ns.sum()) - float(table.ns[seen].sum())
-    lost = min(lost_ns / max(float(table.ns[rows].sum()), 1.0), _MOST_SPLIT)
+    lost = max(lost_ns / max(float(table.ns[rows].sum()), 1.0), setting.work_ratio)
     taken = seen
-    for part, share in ((rows, lost), (waits, setting.exchange_ratio)):
+    for part, share in ((rows, min(lost, _MOST_SPLIT)), (waits, setting.exchange_ratio)):
         if len(part) and share > 0:
             table, new = table.split(part, share, needed=False)
             taken = np.append(taken, new)

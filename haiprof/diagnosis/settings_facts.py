@@ -284,6 +284,49 @@ _SWITCHES: tuple[
 By what each does: PyTorch's and NCCL's lists of environment variables, Python's -X options."""
 
 
+def _computing_ratio(inputs: RuleInputs) -> float:
+    """Of forward on a CPU, what is not the mere calling of operators."""
+    forward = usual_split(inputs.by_rank[typical_rank(inputs)])["forward"]
+    tensors = [m.tensor_count or 0 for each in inputs.settings.values() for m in each.models]
+    called_ns = max(tensors, default=0) * OPERATOR_CALL_NS
+    return max(1 - called_ns / forward, 0.0) if forward else 0.0
+
+
+@_setting(device="cpu")
+def padding(inputs: RuleInputs) -> Finding | None:
+    """Sequences are padded beyond the longest one of their batch.
+
+    By looks at `attention_mask`, one a second. What forward and backward compute is at least linear
+    in the columns of a batch (attention grows faster): without those that are padding in each of
+    its sequences it is shorter by their share, but for the calling of operators.
+    """
+    looks = [each.looks for each in inputs.settings.values()]
+    columns, empty, tokens, zeros = (
+        sum(getattr(look, f"{name}_count") or 0 for look in looks)
+        for name in ("mask_column", "empty_column", "mask_token", "empty_token")
+    )
+    share = empty / max(columns, 1)
+    work_ratio = share * _computing_ratio(inputs)
+    if work_ratio * touched_ratio(inputs, MODEL) < PROBLEM_RATIO:
+        return None
+    rest = 1 - (tokens - zeros) / max(tokens * (1 - share), 1)
+    compiles = (inputs.ranks["compile_ns"].max() or 0) > 0
+    few = ", with torch.compile to one of a few lengths (pad_to_multiple_of)" * compiles
+    return make_finding(
+        f"{ratio_text(share)} of the columns of attention_mask are padding in every sequence of "
+        "their batch",
+        "pad to the longest sequence of the batch (DataCollatorWithPadding(tokenizer, "
+        f"padding='longest')){few}, or crop the batch to it; batches of sequences of like length "
+        "(group_by_length of transformers) spare more",
+        ("padding, of all elements", zeros / max(tokens, 1), "ratio"),
+        ("padding that stays, of what is left", max(rest, 0.0), "ratio"),
+        confidence=0.9,
+        setting=r"[\w.]+\(.*\bpadding=.max_length",
+        phases=MODEL,
+        work_ratio=work_ratio,
+    )
+
+
 @_setting()
 def double_precision(inputs: RuleInputs) -> Finding | None:
     """The model is trained in float64.
@@ -306,11 +349,8 @@ def double_precision(inputs: RuleInputs) -> Finding | None:
             missing=("how much is computed in float64 before it is cast",),
         )
     touched, busy = touched_ratio(inputs, STEP), max(inputs.gpu_use.values(), default=None)
-    if not inputs.uses_gpu:  # of forward, what is not the mere calling of operators
-        forward = usual_split(inputs.by_rank[typical_rank(inputs)])["forward"]
-        tensors = [m.tensor_count or 0 for each in inputs.settings.values() for m in each.models]
-        called_ns = max(tensors, default=0) * OPERATOR_CALL_NS
-        busy = max(1 - called_ns / forward, 0.0) if forward else 0.0
+    if not inputs.uses_gpu:
+        busy = _computing_ratio(inputs)
     lost = None if busy is None else touched * busy * _FLOAT64_RATIO
     if lost is not None and not inputs.uses_gpu:
         lost = max(lost, PRICES["float64"].lost_ratio(inputs))

@@ -83,6 +83,8 @@ class Finding:
     cause: str | None = None
     phases: tuple[str, ...] = ()
     """Of a setting: the phases whose operators `lost_ratio` is the price of."""
+    work_ratio: float = 0.0
+    """Of a setting: what it costs of the model's own work in these, where that is known better."""
     exchange_ratio: float = 0.0
     """Of a setting: what it costs of the exchanges between ranks in these, waits included."""
     setting: str = ""
@@ -95,7 +97,7 @@ class Finding:
     @property
     def is_priced(self) -> bool:
         """Whether it costs a known share of some phases."""
-        return bool((self.lost_ratio or self.exchange_ratio) and self.phases)
+        return bool((self.lost_ratio or self.work_ratio or self.exchange_ratio) and self.phases)
 
     @property
     def numbers(self) -> tuple[Evidence, ...]:

@@ -86,14 +86,15 @@ class Installer:
         )
         self._root_describer = RootDescriber()
         self._pauses = CollectorPauses(recorder)
+        self._sizes = InputSizes(recorder.lines)
         self._settings = Settings(
             self.roots.living,
             self.optimizers.living,
             own_profiler=lambda: self.recorder.installed.must_stay(),
             kept_graphs=lambda: self.state.kept_graphs,
+            masks=lambda: self._sizes.masks,
             pauses=self._pauses,
         )
-        self._sizes = InputSizes(recorder.lines)
         self._watches_memory = False
         self._memory_inputs: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.state.find_device = self._find_device

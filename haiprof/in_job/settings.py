@@ -47,6 +47,7 @@ class Settings:
     _: KW_ONLY
     own_profiler: Callable[[], bool]
     kept_graphs: Callable[[], int]
+    masks: Callable[[], Mapping[str, int]]
     pauses: CollectorPauses
 
     def __post_init__(self) -> None:
@@ -128,7 +129,7 @@ class Settings:
         return {
             "type": SEEN,
             "time_ns": _now(),
-            **{f"{name}_count": count for name, count in self._counts.items()},
+            **{f"{name}_count": n for name, n in {**self._counts, **self.masks()}.items()},
             "kept_graph_count": self.kept_graphs(),
             "collect_count": self.pauses.asked_count,
             "collect_ns": sum(self.pauses.asked_ns.copy().values()),

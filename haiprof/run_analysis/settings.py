@@ -80,6 +80,10 @@ class Looks:
     profiler_count: int | None
     no_sync_count: int | None
     kept_graph_count: int | None
+    mask_column_count: int | None
+    empty_column_count: int | None
+    mask_token_count: int | None
+    empty_token_count: int | None
     collect_count: int | None
     collect_ns: int | None
     collect_file: str | None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from haiprof.in_job.object_settings import InputSizes
 
@@ -23,6 +26,40 @@ def test_a_line_is_written_where_the_size_of_a_modules_inputs_changes() -> None:
     found = [(line["root"], line["number_count"]) for line in lines]
     assert found == [(1, 50), (2, 5), (1, 150)]
     assert {line["step"] for line in lines} == {7}
+
+
+def test_padding_of_an_attention_mask_is_counted_and_of_nothing_else() -> None:
+    sizes = InputSizes([])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0]])
+    look(sizes, attention_mask=mask, input_ids=torch.zeros(3, 4))
+    look(sizes, {"attention_mask": mask.bool(), "input_ids": None})
+    look(sizes, input_ids=mask, attention_mask=mask.float())
+    look(sizes, mask, attention_mask=mask[None])
+    look(sizes, attention_mask=mask.to("meta"))
+    assert list(sizes.masks.values()) == [8, 2, 24, 14]
+    large = torch.ones(512, 1024, dtype=torch.long)
+    large[:, 256:] = 0
+    sizes.restart()
+    look(sizes, attention_mask=large)
+    columns, empty, tokens, zeros = sizes.masks.values()
+    assert columns < 70, "a part of its columns"
+    assert (empty / columns, zeros / tokens) == pytest.approx((0.75, 0.75), abs=0.02)
+
+
+def test_nothing_that_follows_the_jobs_operators_sees_how_its_mask_is_read() -> None:
+    class Follow(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            raise AssertionError("the job sees an operator of haiprof's")
+
+    sizes, mask = InputSizes([]), torch.ones(2, 3, dtype=torch.long)
+    with Follow():
+        look(sizes, attention_mask=mask)
+    with profile() as seen:
+        look(sizes, attention_mask=mask)
+    assert not [event for event in seen.function_events or () if "nonzero" in event.name]
+    assert not any(sizes.masks.values())
 
 
 def test_a_look_is_due_once_and_again_in_the_child_of_a_fork() -> None:

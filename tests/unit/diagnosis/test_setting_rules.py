@@ -37,6 +37,7 @@ from tests.unit.diagnosis.tables import ENGINE, SCRIPT, job, tree_of
 
 USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
+    "padding",
     "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
     "deterministic_mode", "mkldnn_off", "unfused_adam", "optimizer_loop", "ddp_arguments",
     "threads_over_cores",
@@ -158,6 +159,10 @@ FULL_PRECISION = {
 FLOAT32, BFLOAT16 = {"dtypes": {"float32": 900}}, {"dtypes": {"bfloat16": 900, "float32": 10}}
 CONVOLUTIONS: dict[str, Any] = {"layers": {"Conv2d": 8}, "dtypes": {"bfloat16": 9}}
 NO_SYNC: dict[str, Any] = {"passes": 4, "no_sync_count": 0, "static_graph": False}
+PADDED = {
+    "mask_column_count": 1000, "empty_column_count": 750,
+    "mask_token_count": 16_000, "empty_token_count": 14_000,
+}  # fmt: skip
 UNPRICED: dict[str, Any] = {
     "flags": {"deterministic": True, "cudnn_deterministic": True},
     "variables": {"CUDA_LAUNCH_BLOCKING": "1"},
@@ -178,6 +183,8 @@ def full(**flags: Any) -> dict[str, Any]:
         (on_cpus, {"seen": {"anomaly_count": 5}}, ()),
         (on_cpus, {"seen": {"profiler_count": 90}}, ("profiler_left_on",)),
         (on_cpus, {"seen": {"profiler_count": 20}}, ()),  # with a schedule
+        (on_cpus, {"seen": PADDED}, ("padding",)),
+        (on_cpus, {"seen": PADDED | {"empty_column_count": 20}}, ()),  # to a multiple of 8
         (on_cpus, {"model": {"dtypes": {"float64": 900}}}, ("double_precision",)),
         (on_cpus, {"model": {"dtypes": {"float64": 9}, "trainable_count": 0}}, ()),  # a teacher
         (with_batches, {"dtype": "float64"}, ("double_precision",)),
@@ -306,6 +313,9 @@ def test_a_setting_costs_its_least_price(root: Path) -> None:
         "double_precision"
     ]
     assert double.lost_ratio == pytest.approx(0.48, abs=0.03), "half of what is not calling"
+    padded = on_cpus(root.with_name("padded"), seen=PADDED)["padding"]
+    assert padded.lost_ratio == pytest.approx(0.75 * 0.98 * (USUAL[1] + USUAL[2]) / whole, rel=0.05)
+    assert [row.value for row in padded.evidence] == pytest.approx([0.875, 0.5])
     ddp = {"passes": 1, "no_sync_count": 0, "find_unused_parameters": True}
     unused = with_ddp(root.with_name("ddp"), **ddp)["ddp_arguments"]
     assert (unused.cause, unused.lost_ratio is None) == ("find_unused_parameters", False)
