@@ -247,7 +247,7 @@ HTML_FILE = option(
 JOB_NAME = argument(
     "JOB",
     "A running job: its id, its name, its script's name, the id of one of its processes, "
-    "slurm:NUMBER, or its run directory. Left out: the only one that runs.",
+    "slurm:NUMBER, or its run directory. Left out: the only one of this log directory.",
 )
 LOG_DIRS = option(
     "--log-dir DIR",
@@ -287,16 +287,19 @@ def the_job(name: str | None, named: list[Path] | None, *, reads: bool = False) 
 
     if name is not None:
         return find_job(name, log_dirs(named), others=sees_others(), reads=reads)
-    jobs = running_jobs(log_dirs(named))
+    folders = [path.resolve() for path in named or [default_log_dir()]]
+    running = running_jobs(log_dirs(named))
+    jobs = [job for job in running if job.run.root.parent.resolve() in folders]
     if not jobs:
+        elsewhere = f"; elsewhere: {job_names(running)}" if running else ""
         raise RunNotFoundError(
-            "no job runs under haiprof here",
-            hint="start one: haiprof train.py; or name a run directory",
-        )
+            f"no job runs under haiprof in {' or '.join(map(str, folders))}{elsewhere}",
+            hint="name one of them" if running else
+            "start one: haiprof train.py; or name a run directory",
+        )  # fmt: skip
     if len(jobs) > 1:
         raise UsageError(f"several jobs run: {job_names(jobs)}", hint="name one of them")
-    print_message(f"{job_names(jobs)}: the only running job found here; others are chosen by name, "
-                  "process id or run directory, and listed by haiprof ls --live")  # fmt: skip
+    print_message(f"{job_names(jobs)}: the only running job of {jobs[0].run.root.parent}")
     return jobs[0]
 
 

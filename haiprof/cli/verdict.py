@@ -37,7 +37,7 @@ def verdict(
         "RUN_OR_JOB",
         "A run or log directory; a trace of torch.profiler or a folder of them; or a running "
         "job: its id, name, script, or a process id. Left out: the newest run, with --collect "
-        "the only running job.",
+        "the only running job of this log directory.",
     ),
     as_json: bool = shared.AS_JSON,
     save: bool = option("--save", "Also write report/verdict.json and .txt into the run."),

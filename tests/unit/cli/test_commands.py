@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import haiprof
-from haiprof.base.errors import UsageError
+from haiprof.base.errors import RunNotFoundError, UsageError
 from haiprof.cli import main
 from haiprof.cli.shared import the_job
 from haiprof.live.find import RunningJob
@@ -245,16 +245,19 @@ def test_job_that_is_not_named_is_told_and_of_several_one_must_be_named(
 ) -> None:
     jobs = [
         RunningJob(run=(job := write_run(tmp_path / name)), manifest=read_manifest(job))
-        for name in ("train-1", "train-2")
+        for name in ("logs/train-1", "logs/train-2", "other/train-3")
     ]
-    monkeypatch.setattr("haiprof.live.find.running_jobs", lambda _: jobs[:1])
-    assert the_job(None, None) is jobs[0]
-    said = capsys.readouterr().err
-    assert "train-1 (pid " in said
-    assert "haiprof ls --live" in said
-    monkeypatch.setattr("haiprof.live.find.running_jobs", lambda _: jobs)
-    with pytest.raises(UsageError, match=r"train-1 \(pid .*train-2 \(pid "):
-        the_job(None, None)
+    monkeypatch.setattr("haiprof.live.find.running_jobs", lambda _: running)
+    running = jobs[::2]
+    assert the_job(None, [tmp_path / "logs"]) is jobs[0]
+    assert "train-1 (pid " in capsys.readouterr().err
+    monkeypatch.setenv("HAIPROF_LOG_DIR", str(tmp_path / "other"))
+    assert the_job(None, None) is jobs[2]
+    with pytest.raises(RunNotFoundError, match=r"in /.*/none; elsewhere: train-1 \(pid .*train-3"):
+        the_job(None, [tmp_path / "none"])  # a job of another log directory is only taken by name
+    running = jobs
+    with pytest.raises(UsageError, match=r"train-1 \(pid [^;]*; train-2 \(pid [^;]*$"):
+        the_job(None, [tmp_path / "logs"])
 
 
 def test_option_that_begins_a_command_of_the_group_is_suggested(run: Run) -> None:
