@@ -30,6 +30,7 @@ LINE_SCHEMA = {
     "file": pl.String,
     "line": pl.Int64,
     "function": pl.String,
+    "code": pl.String,
     "self_count": pl.Int64,
     "inclusive_count": pl.Int64,
     "sample_count": pl.Int64,
@@ -187,11 +188,13 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     stack, at, parts = np.arange(len(tree.place)), np.arange(len(tree.place)), []
     while at.any():
         user = ~library[place[at]]
-        parts.append(pl.DataFrame({"stack": stack[user], "frame": place[at][user]}))
+        exact = tree.place[at][user]
+        parts.append(pl.DataFrame({"stack": stack[user], "frame": place[at][user], "code": exact}))
         at = tree.parent[at]
         stack, at = stack[at > 0], at[at > 0]
-    empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64})
-    pairs = pl.concat([empty, *parts]).unique()
+    empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64, "code": pl.Int64})
+    whole = pl.concat([empty, *parts]).unique()
+    pairs = whole.select("stack", "frame").unique()
     inner = pl.DataFrame(
         {"stack": np.arange(len(tree.place)), "frame": place[innermost_stack(tree)]}
     )
@@ -210,8 +213,20 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
             pl.col("self_count").fill_null(0), pl.col("time_ns", "ns_per_step").fill_null(0.0)
         )
     )
-    named = _with_names(found, tree)
+    seen = (
+        counted.join(whole, on="stack").group_by(*group, "frame", "code").agg(pl.col("len").sum())
+    )
+    code = _most_seen_code(seen, tree)
+    named = _with_names(found.join(code, on=[*group, "frame"], how="left"), tree)
     return named if ledger else named.drop("position", "ns_per_step")
+
+
+def _most_seen_code(seen: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
+    """What of each line was seen running most often, where its text was recorded."""
+    texts = [tree.frames[place].expression or None for place in seen["code"].to_list()]
+    known = seen.with_columns(code=pl.Series(texts, dtype=pl.String)).drop_nulls("code")
+    by_text = known.group_by(pl.exclude("len")).agg(pl.col("len").sum())
+    return by_text.sort("len", "code").group_by(pl.exclude("len", "code")).agg(pl.last("code"))
 
 
 def _with_names(found: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from haiprof.base.code_places import place_text
 from haiprof.base.ledger import POSITIONS, position_words
 from haiprof.base.units import (
     MISSING,
@@ -411,6 +412,7 @@ def _merge_workers(found: pl.DataFrame) -> pl.DataFrame:
     """The lines of one part, those of all workers together."""
     totals = found.group_by("worker", "phase").agg(pl.col("sample_count").first())
     sums = found.group_by("file", "line", "function").agg(
+        pl.first("code"),
         pl.col("self_count", "inclusive_count").sum(),
         *(
             pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
@@ -431,7 +433,10 @@ def _table(found: pl.DataFrame) -> RenderableType:
             ratio_text(row["inclusive_count"] / row["sample_count"]),
             f"{row['self_count']} of {row['sample_count']}",
             duration_text(row[time]),
-            one_line(f"{row['file'].rpartition('/')[2]}:{row['line']} {row['function']}"),
+            one_line(
+                place_text(row["file"], row["line"], row["function"])
+                + (f": {row['code']}" if row["code"] else "")
+            ),
         )
         for row in found.head(_LINES).iter_rows(named=True)
     ]

@@ -15,12 +15,13 @@ from haiprof import Analyzer
 from haiprof.base.code_places import code_name, is_library, place_text
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.flame_graph import FlameGraph, collapsed_lines, inclusive_ns, speedscope
-from haiprof.run_analysis.lines import common_callees, function_times, wilson
+from haiprof.run_analysis.lines import common_callees, function_times, line_frame, wilson
 from haiprof.show.card import view_text
 from haiprof.show.flame import run_flames, sampled_lines
 from haiprof.show.views.run import lines_view
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
+from tests.unit.diagnosis.tables import samples_of as code_samples
 from tests.unit.diagnosis.tables import tree_of
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
@@ -348,6 +349,22 @@ def test_every_line_has_a_time_per_step(tmp_path: Path) -> None:
     assert mains
     assert all(row[:4] == ["0.0", "%", "100", "%"] for row in mains)
     assert all(row[-4:-2] == ["0", "s"] for row in mains)
+
+
+def test_lines_show_what_of_them_ran_in_each_position() -> None:
+    """Of a line of several statements what ran there; a name alone was not recorded."""
+    place = ("/home/me/train.py", 3, "<module>")
+    texts = ("loss.backward()", "float(loss)", "opt.step()", "")
+    tree, numbers = tree_of([((*place, text),) for text in texts])
+    samples = code_samples(
+        tree, [(at, numbers[n], 0, 0, 0, 0) for at, n in enumerate([0, 0, 1, 2, 3])]
+    )
+    position = np.array([POSITIONS.index(p) for p in ("backward",) * 3 + ("optimizer", "prepare")])
+    lines = line_frame(samples, (position, np.ones(5)))
+    assert sorted(lines["code"].to_list(), key=str) == [None, "loss.backward()", "opt.step()"]
+    rows = [row.rstrip() for row in view_text(lines_view(lines, ())).splitlines()]
+    assert any(row.endswith("train.py:3 <module>: opt.step()") for row in rows)
+    assert any(row.endswith("train.py:3 <module>") for row in rows)
 
 
 @pytest.mark.parametrize(
