@@ -17,6 +17,7 @@ from haiprof.base.errors import HaiprofError
 from haiprof.base.units import NS_PER_S, duration_text, later_text, ranks_text
 from haiprof.run_analysis.collectives import Mismatch, find_mismatches
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
+from haiprof.run_analysis.lines import code_at
 from haiprof.run_analysis.nccl_witness import begun_later
 from haiprof.run_analysis.printed_lines import (
     ERRORS,
@@ -61,7 +62,7 @@ from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 from haiprof.run_analysis.scheduler_ends import SLURM_STATES, SchedulerEnd, scheduler_ends
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, run_folders
-from haiprof.run_format.stack_frames import frame_text, own_frame
+from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 TOGETHER_NS = 2 * NS_PER_S
@@ -639,10 +640,11 @@ class _Case:
         if hang is None:
             return None
         first, since_ns = hang.suspects[0], hang.since_wall_ns
+        folder = Path(hang.path or "").parent.name
+        seen_in = (s for s in lines_in_snapshots(self.evidence.files) if s.folder == folder)
+        taken = next(seen_in, None)
         if (odd := hang.mismatched_ranks) is not None:
-            folder = Path(hang.path or "").parent.name
-            seen_at = (s.at for s in lines_in_snapshots(self.evidence.files) if s.folder == folder)
-            return self._of_mismatch(first.reason, odd, since_ns, next(seen_at, {}))
+            return self._of_mismatch(first.reason, odd, since_ns, taken.at if taken else {})
         doing = f", at {first.doing}" if first.doing else ""
         what = f"rank {first.rank} hung{doing}: {first.reason}"
         what += thread_text(self.ends[first.rank]) if first.rank in self.ends else ""
@@ -652,6 +654,7 @@ class _Case:
         is_locked = seen is not None and seen.is_at_lock and seen.wall_ns >= since_ns
         return self._death("deadlock" if is_locked else "hang", (first.rank,), what,
                            died_ns=since_ns, line=line or None,
+                           frame=taken and taken.frames.get(first.rank),
                            certain=first.certain and not is_locked)  # fmt: skip
 
     def _behind(self) -> Death | None:
@@ -704,27 +707,31 @@ class _Case:
         end: ProcessEnd | None = None,
         died_ns: int | None = None,
         line: str | None = None,
+        frame: Frame | None = None,
         certain: bool = True,
     ) -> Death:
         error, said = end.error if end is not None else None, headline
         by_worker = worker_death(error) is not None
         hosts = len({each.host for each in self.ends.values()})
         died = died_ns if end is None else end.failed_ns
-        fates = self._fates(ranks)
+        hung = cause in ("hang", "deadlock") and bool(ranks) and self.behind.keys() >= set(ranks)
+        fates = self._fates(ranks, hung=hung)
         tail = _victims_text(
             [f for f in fates if f.rank in self.victims or f.rank in self.stopped], died
         )
         frames = error.frames if error is not None else ()
         if end is not None and end.crashed_at and not frames:
-            frames, own = end.crashed_at, own_frame(end.crashed_at)
-            line = line or (frame_text(own) if own else None)
+            frames, frame = end.crashed_at, own_frame(end.crashed_at)
+            line = line or (frame_text(frame) if frame else None)
         nowhere = line is None and (error is None or not error.location)
         source = error.source if error is not None and not by_worker else ""
         if error is not None and line is None and not by_worker:
             _, line, inner_source = inner_error(error)
             source = inner_source if line else source  # never what stands at another line
             line = line or error.location or None
-        remedy = self._remedy(cause, end)
+        if not source and frame is not None and line is not None:
+            source = self._code_at(frame, line, ranks)
+        remedy = self._remedy(cause, end, line)
         if ended_on_nan(cause, (error.message if error is not None else None, source), fates):
             headline += "" if NO_NUMBER.search(headline) else ", on a NaN or infinite value"
             remedy = _NO_NUMBER_REMEDY
@@ -760,6 +767,15 @@ class _Case:
             witnesses=witnesses,
         )
 
+    def _code_at(self, frame: Frame, line: str, ranks: Sequence[int]) -> str:
+        """What stands there, as an exception that ended it at this line noted it, or its file."""
+        errors = (self.ends[rank].error for rank in ranks[:1] if rank in self.ends)
+        noted = (e.source for e in errors if e is not None and e.location == line)
+        manifest = self.evidence.files.manifest
+        since_ns = manifest.start_wall_ns if manifest is not None else 0
+        is_there = frame_text(frame) == line.partition(" → ")[0]
+        return next(noted, "") or (code_at(*frame[:2], since_ns) if is_there else "")
+
     def _witnesses(self, died: int | None, error: Error | None) -> tuple[PrintedLine, ...]:
         """What this start printed that tells of its end, but for the exception that is known."""
         began = min((end.started_ns or 0 for end in self.ends.values()), default=0)
@@ -770,7 +786,7 @@ class _Case:
         errors = [line for line in lines if line.kind in ERRORS][-_WITNESS_LIMIT:]
         return (*[line for line in lines if line.kind == "loss"][:1], *errors)
 
-    def _remedy(self, cause: str, end: ProcessEnd | None) -> str:
+    def _remedy(self, cause: str, end: ProcessEnd | None, line: str | None) -> str:
         error = end.error if end is not None else None
         if cause == "exit" and end is not None and (worker_death(error) or not knows_exit(end)):
             return _UNKNOWN_EXIT
@@ -789,7 +805,8 @@ class _Case:
             where = "what that other thread runs" if end.crashed_beside else "what that line calls"
             return f"see {where}; a core file (ulimit -c unlimited) shows the native code in gdb"
         if cause == "hang" and self.evidence.files.paths.snapshot_files():
-            return f"{_REMEDIES[cause]}: snapshots in the run show its stacks"
+            why = f"see why {line} does not end" if line else _REMEDIES[cause]
+            return f"{why}: snapshots in the run show its stacks"
         if cause == "killed" and end is not None and end.signal is not None:
             return _SIGNAL_REMEDIES.get(end.signal, _REMEDIES[cause])
         if end is None or end.gpu_memory is None or not end.ran_out_of_gpu_memory:
@@ -823,11 +840,11 @@ class _Case:
         return next((r for r in self.evidence.files.ranks
                      if r.rank == rank and self.attempts.get(rank) == r.attempt), None)  # fmt: skip
 
-    def _fates(self, ranks: Sequence[int]) -> tuple[Fate, ...]:
+    def _fates(self, ranks: Sequence[int], *, hung: bool) -> tuple[Fate, ...]:
         seen = sorted({*self.ends, *ranks, *range(self.evidence.world)})
-        return tuple(self._fate(rank, rank in ranks) for rank in seen)
+        return tuple(self._fate(rank, rank in ranks, hung=hung) for rank in seen)
 
-    def _fate(self, rank: int, cause: bool) -> Fate:
+    def _fate(self, rank: int, cause: bool, *, hung: bool) -> Fate:
         end = self.ends.get(rank)
         # The last collective that it began, in its largest group.
         groups = self.last.get(rank, {})
@@ -852,10 +869,13 @@ class _Case:
             what = what_happened(end) if end.over else "no end of it was seen"
             with_job = self.is_ended_from_outside and end.signal in ENDING
             role = "stopped" if with_job else "unknown"
+        held_up = hung and role == "stopped"
         waits = rank in self.victims or (
-            rank in self.stopped and rank not in self.behind
-            and not cause and not self.is_ended_from_outside
+            (held_up or (rank in self.stopped and not self.is_ended_from_outside))
+            and rank not in self.behind and not cause
         )  # fmt: skip
+        if held_up and waits:
+            what = "ended with the job"  # not what broke in it then
         # A number alone is of a heartbeat, which may be a second old.
         where = last.text if last is not None and last.kind is not None else "a collective"
         known = end or ProcessEnd(host="", pid=0, rank=rank)

@@ -21,6 +21,7 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import ratio_text, visible
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree, Frame
+from haiprof.run_format.secrets import mask_text
 
 LINE_SCHEMA = {
     "rank": pl.Int64,
@@ -132,14 +133,28 @@ def find_statement(
     return found[0] if len(found) == 1 else None
 
 
-def _parse_source(file: str, frames: Sequence[Frame], unchanged_since_ns: int) -> ast.Module:
-    """Raises ValueError where a file is younger than the job, or lacks what was sampled there."""
+def code_at(file: str, line: int, unchanged_since_ns: int) -> str:
+    """What stands at a line of a Python file; empty where that may not be what the job ran."""
+    try:
+        return mask_text(_read_source(file, unchanged_since_ns).splitlines()[line - 1].strip())
+    except (OSError, ValueError, SyntaxError, IndexError):
+        return ""
+
+
+def _read_source(file: str, unchanged_since_ns: int) -> str:
+    """Raises ValueError where a file is younger than the job."""
     status = os.stat(file)
-    is_small_file = stat.S_ISREG(status.st_mode) and status.st_size <= _SOURCE_LIMIT_BYTES
-    if not is_small_file or status.st_mtime_ns > unchanged_since_ns:
+    is_source = stat.S_ISREG(status.st_mode) and os.path.isabs(file) and file.endswith(".py")
+    is_changed = status.st_mtime_ns > unchanged_since_ns
+    if not is_source or is_changed or status.st_size > _SOURCE_LIMIT_BYTES:
         raise ValueError(file)
     with tokenize.open(file) as source:
-        text = source.read()
+        return source.read()
+
+
+def _parse_source(file: str, frames: Sequence[Frame], unchanged_since_ns: int) -> ast.Module:
+    """Raises ValueError also where the file lacks what was sampled there."""
+    text = _read_source(file, unchanged_since_ns)
     words = " ".join(text.split())
     if not all(frame.expression.removesuffix("…") in words for frame in frames):
         raise ValueError(file)

@@ -20,7 +20,7 @@ from haiprof.run_analysis.run_files import (
     text,
 )
 from haiprof.run_format.reader import read_json
-from haiprof.run_format.stack_frames import frame_text, job_frame, parse_frames
+from haiprof.run_format.stack_frames import Frame, frame_text, job_frame, parse_frames
 from haiprof.trace_format.frame_columns import Columns, types_of
 
 _NOWHERE = ("nothing:", "not known:")
@@ -154,8 +154,13 @@ class SnapshotLines(NamedTuple):
 
     folder: str
     wall_ns: int
-    at: Mapping[int, str]
+    frames: Mapping[int, Frame]
     """By rank, its line of the job's own code."""
+
+    @property
+    def at(self) -> Mapping[int, str]:
+        """The same for people."""
+        return {rank: frame_text(frame) for rank, frame in self.frames.items()}
 
 
 def lines_in_snapshots(files: RunFiles) -> Iterator[SnapshotLines]:
@@ -167,7 +172,7 @@ def lines_in_snapshots(files: RunFiles) -> Iterator[SnapshotLines]:
                 integer(entry.get("rank")): job_frame(parse_frames(entry.get("stack")) or ())
                 for entry in objects(content.get("ranks"))
             }
-            at = {rank: frame_text(f) for rank, f in frames.items() if rank is not None and f}
+            at = {rank: f for rank, f in frames.items() if rank is not None and f}
             yield SnapshotLines(path.parent.name, integer(content.get("wall_ns")) or 0, at)
 
 

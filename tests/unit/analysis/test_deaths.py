@@ -19,6 +19,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.schema import HEARTBEAT, NULL_I64
 from haiprof.run_format.writer import LineWriter, write_json
+from haiprof.show.views.deaths import grouped_fates
 from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_records, write_run
 from tests.unit.analysis.sampled import write_stacks
 
@@ -933,7 +934,34 @@ def test_ranks_that_a_snapshot_names_for_one_reason_do_not_contradict_each_other
     death = hung(job, [{"rank": r, "doing": "train.py:88 in step", **late} for r in (0, 1)])
     assert found(death) == ("hang", (0,))
     assert "contradict" not in death.headline
-    assert "the rank that is named" in death.remedy
+    assert death.remedy.startswith("see why train.py:88 in step does not end: ")
+
+
+def test_ranks_that_a_hung_one_held_up_are_told_with_what_they_waited_in(job: Job) -> None:
+    job.reached(6, 5, 6)
+    job.raised(0, 60.2, "KeyboardInterrupt", "")
+    reason = "it has begun 5 collectives of group 0, ranks 0 and 2 6"
+    death = hung(job, [{"rank": 1, "reason": reason, "doing": "train.py:88 in step"}])
+    told = [(who, text) for who, _, text in grouped_fates(death)]
+    assert told[1:] == [("ranks 0 and 2", "waited in all_reduce 6, ended with the job, 60.1 s later")]
+
+
+@pytest.mark.parametrize(("age_s", "shown"), [(10, "wait(step)  # for a file"), (-10, None)])
+@pytest.mark.parametrize("kind", ["crash", "hang"])
+def test_code_of_the_line_is_told_where_the_file_is_what_ran(
+    job: Job, tmp_path: Path, kind: str, age_s: int, shown: str | None
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def step():\n    wait(step)  # for a file\n")
+    os.utime(script, ns=(0, CLOCK.wall_ns - age_s * S))
+    suspect = {"rank": 1, "reason": "the others wait", "doing": "train.py:2 in step"}
+    if kind == "hang":
+        death = hung(job, [suspect], [[[str(script), 2, "step"]]] * 3)
+    else:
+        job.crashed(1, 0, 1, f"2\tstep\t{script}")
+        job.over(1, 0, number=signal.SIGSEGV)
+        death = job.death()
+    assert (death.cause, death.line, death.source) == (kind, "train.py:2 in step", shown)
 
 
 def test_a_rank_that_hung_is_told_with_its_thread_that_died_before(job: Job) -> None:
