@@ -172,7 +172,7 @@ class Reactor:
             reason = f"haiprof {action.command} ended with status {action.process.returncode}"
             content: dict[str, Any] = {"state": "failed", "reason": reason}
         elif action.command == "snapshot":
-            content = {"state": "done", **_of_snapshot(found)}
+            content = _of_snapshot(found)
         else:
             done = [rank for rank in found.get("ranks", ()) if rank.get("state") == "done"]
             steps = done[0].get("steps") if done else None
@@ -239,6 +239,8 @@ def _read_result(path: Path) -> dict[str, Any] | None:
 
 def _of_snapshot(found: Mapping[str, Any]) -> dict[str, Any]:
     """The ranks that held the job up, without those that save a checkpoint or wait for one."""
+    if not found.get("ranks"):
+        return {"state": "failed", "reason": "the ranks had ended before they were asked"}
     saving = found.get("saving") or []
     suspects = [{key: suspect.get(key) for key in _KEPT} for suspect in found.get("suspects", ())]
     if not suspects and not saving:
@@ -246,6 +248,7 @@ def _of_snapshot(found: Mapping[str, Any]) -> dict[str, Any]:
     if all(suspect["rank"] in saving for suspect in suspects):
         suspects = []
     return {
+        "state": "done",
         "path": found.get("path"),
         "moves": found.get("moves"),
         "saving": saving,

@@ -204,13 +204,15 @@ def take_snapshot(
     spy = find_spy()
     folder = run.snapshots / time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_ns / NS_PER_S))
     progress("asking all ranks what they do")
+    began = members(run)
     stacks = ask(run, "stacks", timeout_s=ANSWER_S)
     able = tuple(m.rank for m in members(run) if m not in stacks.silent)
     first = ask(run, "collectives", timeout_s=ANSWER_S, ranks=able)
     time.sleep(BETWEEN_LOOKS_S)
     second = ask(run, "collectives", timeout_s=ANSWER_S, ranks=able)
     before, after = _groups(first), _groups(second)
-    by_name = {member.name: member for member in (*members(run), *stacks.silent)}
+    answered = [m for m in began if stacks.replies.get(m.name, {}).get("state") == "done"]
+    by_name = {m.name: m for m in (*answered, *members(run), *stacks.silent)}  # some ended since
     asked = sorted(by_name.values(), key=lambda member: member.rank)
     absent = find_missing_ranks(run, asked)
     everybody = [*asked, *absent.late]
@@ -221,6 +223,7 @@ def take_snapshot(
         *(
             RankState(rank=m.rank, host=m.host, pid=m.pid, process_state=GONE)
             for m in lost_members(run)
+            if m.name not in by_name
         ),
     )
     states = tuple(_with_worker(run, state, spy, progress) for state in states)

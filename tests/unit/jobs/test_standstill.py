@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import pytest
 from rich.console import Console
 
 from haiprof.agent.reactions import _of_snapshot
+from haiprof.live import snapshot
+from haiprof.live.find import Answers, Member
 from haiprof.live.snapshot import Snapshot
 from haiprof.live.standstill import Node, RankState, other_threads, suspects
 from haiprof.run_analysis.process_ends import workers_last_at
-from haiprof.run_format.layout import RankPaths
+from haiprof.run_format.control import Request
+from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.show.views.requests import snapshot_view
+from tests.unit.analysis.recorded import write_run
 from tests.unit.analysis.sampled import write_stacks
 
 WAITS = (("train.py", 9, "main"), ("/x/torch/autograd/graph.py", 800, "_engine_run_backward"))
@@ -33,6 +38,10 @@ def state(rank: int, **known: object) -> RankState:
 def mute(rank: int, **known: object) -> RankState:
     silent: dict[str, object] = {"answered": False, "stack": None, "collectives": {}, "before": {}}
     return state(rank, **{**silent, **known})
+
+
+def thread_of(stack: Sequence[tuple[str, int, str]]) -> list[object]:
+    return [{"name": "MainThread", "main": True, "frames": [list(frame) for frame in stack]}]
 
 
 def test_rank_whose_interpreter_does_not_answer_is_named_where_others_wait() -> None:
@@ -129,3 +138,31 @@ def test_a_worker_that_a_rank_waits_for_is_where_it_was_sampled_last(tmp_path: P
     write_stacks(rank.worker_stacks(1), [(1000, stuck), (9000, work)], worker=1, pid=22)
     rank.worker_stacks(2).write_text("no line of ours\n")
     assert workers_last_at(rank) == {21: stuck, 22: work}
+
+
+def test_ranks_that_ended_while_they_were_asked_are_told_with_what_they_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody interrupts a job that hangs while it is looked at."""
+    run = write_run(tmp_path / "run")
+    there = [Member(name=str(rank), rank=rank, host="node0", pid=None) for rank in (0, 1)]
+    replies: list[list[Member]] = [there, [], []]
+    monkeypatch.setattr(snapshot, "members", lambda _: replies.pop(0) if replies else [])
+    monkeypatch.setattr(snapshot, "BETWEEN_LOOKS_S", 0)
+
+    def ask(_: RunPaths, kind: str, *__: object, **___: object) -> Answers:
+        request = Request(id="1", kind=kind, arguments={}, expires_wall_ns=0)
+        groups = {"0": {"groups": {"0": [6, 0, 5]}}, "1": {"groups": {"0": [5, 0, 5]}}}
+        stacks = {"0": {"threads": thread_of(WAITS)}, "1": {"threads": thread_of(LOADS)}}
+        told = {"stacks": stacks, "collectives": groups if replies else {}}[kind]
+        done = {name: {"state": "done", **reply} for name, reply in told.items()}
+        return Answers(request=request, replies=done, silent=())
+
+    monkeypatch.setattr(snapshot, "ask", ask)
+    taken = snapshot.take_snapshot(run)
+    assert [s.rank for s in taken.states] == [0, 1]
+    assert taken.suspects[0].doing == "train.py:4 in read"
+    replies = [[], [], []]
+    assert _of_snapshot(snapshot.take_snapshot(run).as_json()) == {
+        "state": "failed", "reason": "the ranks had ended before they were asked",
+    }  # fmt: skip
