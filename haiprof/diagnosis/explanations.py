@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,7 +56,14 @@ from haiprof.run_analysis.ledger import (
     UNKNOWN,
     workers_without_core,
 )
-from haiprof.run_analysis.lines import TRAINERS, CodeLine, function_times, innermost_stack
+from haiprof.run_analysis.lines import (
+    MIN_WAY_RATIO,
+    TRAINERS,
+    CodeLine,
+    function_times,
+    innermost_stack,
+    written_in,
+)
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 from haiprof.run_format.stack_lines import INDEPENDENT, LAYERS, RECURRENCE, WAITS
@@ -235,6 +242,14 @@ def _of_input(question: Question) -> CodeSamples:
     return question.samples.take(question.samples.phase == DATALOADER)
 
 
+def _largest_text(lines: Sequence[CodeLine]) -> str:
+    """`: 98 % of the workers' loading is at data.py:8 index`, where most is at one line."""
+    if not lines or (lines[0].share or 0.0) < MIN_WAY_RATIO:
+        return ""
+    place = place_text(lines[0].file, lines[0].line, written_in(lines[0].function))
+    return f": {ratio_text(lines[0].share)} of {lines[0].of} is at {place}"
+
+
 def _waits_for_loader(question: Question) -> Finding:
     inputs = question.inputs
     loading = question.samples.take(question.samples.phase == WORKER)
@@ -244,6 +259,8 @@ def _waits_for_loader(question: Question) -> Finding:
     if why is not None and why.rule == "epoch_restart":
         beside = question.samples.take(question.samples.phase == WORKER_WAITING)
         lines = code_lines(beside, "what the workers do beside loading", 1.0) or lines
+        title = f"{why.title}{_largest_text(lines)}"
+        why = replace(why, title=title)
     if why is None or why.rule in ("few_workers", "no_workers", "cores_full", "slow_samples"):
         starved = starvation(inputs)
         lost = (
@@ -303,9 +320,7 @@ def _input(question: Question) -> Finding:
             "once (numpy, torch.randperm), keep what does not change from batch to batch, sets and "
             "arrays in place of lists that are searched",
         )
-    why = loader_cause(inputs, _of_input(question))
-    told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
-    if told is None and min(inputs.loader_workers.values(), default=0) > 0:
+    if min(inputs.loader_workers.values(), default=0) > 0:
         return replace(
             found,
             title="what the training thread itself does to get a batch, beside the DataLoader's "
@@ -317,6 +332,8 @@ def _input(question: Question) -> Finding:
             else "move what this line does into the dataset, where the workers do it; hand over "
             "fewer and larger tensors",
         )
+    why = loader_cause(inputs, _of_input(question))
+    told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
     waits = account.activity.startswith("wait")
     is_its = why is not None and (why.rule == "cores_full" or (why.rule == "storage") == waits)
     known = (why if is_its else told) or Finding(

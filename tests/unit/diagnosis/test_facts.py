@@ -205,9 +205,20 @@ def test_restarted_workers_are_told_by_the_starts_of_epochs(
     write_line(root, rows, [{"type": "dataloader", "workers": 2, "persistent": False}])
     samples = [(START_NS + i * spacing_ms * NS_PER_MS, stack) for i in range(20)]
     write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9)
-    finding = find(judged(root), "dataloader_bound")
+    library = "/x/site-packages/torch/utils/data/dataloader.py"
+    main = ("/home/me/train.py", 22, "main")
+    waits = (main, (library, 9, "_MultiProcessingDataLoaderIter._try_get_data"))
+    begins = (main, (library, 5, "_BaseDataLoaderIter.__next__"))  # what it does itself
+    of_kind = {schema.DATA: waits, schema.DATA_ITER: begins}
+    own = [(at, of_kind.get(kind, (main,)))
+           for kind, _, begin, end in rows for at in range(begin + 5000, end, NS_PER_MS)]  # fmt: skip
+    write_stacks(RunPaths(root).rank(0).stacks, own)
+    verdict = judged(root)
+    assert not [f.title for f in verdict.findings if "made on the training thread" in f.title]
+    finding = verdict.findings[0]
     assert finding.cause == "epoch_restart"
     assert [line.location for line in finding.code_lines] == at
+    assert f" is at {at[0]}" in finding.title
     assert "persistent_workers=True" in finding.remedy
     assert ("num_workers=0" in finding.remedy) == without
 
