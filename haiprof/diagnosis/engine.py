@@ -60,11 +60,12 @@ from haiprof.diagnosis.thresholds import (
 from haiprof.diagnosis.traced_window import step_work, traced_device
 from haiprof.diagnosis.verdict import SEVERITIES, Cost, Events, Finding, Severity, gain_of, ranks_of
 from haiprof.diagnosis.verdict import Verdict as Verdict
-from haiprof.run_analysis.code_samples import TRAINING_PHASES
+from haiprof.run_analysis.code_samples import OTHER_THREADS, TRAINING_PHASES
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     DISPATCH_RATIO,
+    GIL_WAIT,
     JOB,
     MODULE_FILE,
     UNKNOWN,
@@ -234,9 +235,15 @@ def _findings(
     priced = {fact.rule: fact for fact in facts if fact.is_priced}
     rows: list[Finding] = []
     if found is not None:
-        ledger = found.ledger
-        listed = [(row, account) for row, account in zip(ledger.opportunities, ledger.largest(),
-                  strict=True) if account.gain_ns >= _LISTED_RATIO * ledger.mean_ns]  # fmt: skip
+        ledger, samples = found.ledger, found.samples
+        # Where no other thread of the job's was seen, haiprof's own had the interpreter lock.
+        has_threads = ((samples.phase == OTHER_THREADS) & (samples.worker < 0)).any()
+        of_haiprof = "" if has_threads else ACTIVITIES[GIL_WAIT]
+        listed = [
+            (row, account)
+            for row, account in zip(ledger.opportunities, ledger.largest(), strict=True)
+            if account.gain_ns >= _LISTED_RATIO * ledger.mean_ns and account.activity != of_haiprof
+        ]
         rows = [
             replace(_finding(inputs, found, account, priced), account=row)
             for row, account in listed[:_LISTED]

@@ -970,6 +970,15 @@ def test_who_holds_the_lock_and_is_seen_where_it_waits_has_no_line(root: Path) -
     assert first.code_lines == ()
 
 
+def test_a_lock_that_no_thread_of_the_jobs_was_seen_with_is_no_finding(root: Path) -> None:
+    """The sampler's own start is not called another thread of the job's."""
+    write_lock(root)
+    path = RunPaths(root).rank(0).stacks
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**line, "others": []}) + "\n" for line in lines))
+    assert "interpreter_lock" not in [finding.rule for finding in judged(root).findings]
+
+
 @pytest.mark.parametrize("name", ["waiting for workers", "a neighbour of the loader's worker"])
 def test_workers_lines_are_named_not_the_wait_for_them(root: Path, name: str) -> None:
     STORIES[name].write(root)
