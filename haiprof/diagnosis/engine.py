@@ -197,7 +197,7 @@ def judge(
             *printed_notes(inputs.output, step_ns, _step_sizes(inputs), died=death is not None),
         ),
         traces=traced_lines(analyzer, since_ns=since_ns),
-        reactions=tuple(reacted_lines(inputs, ledger.positions if ledger else {})),
+        reactions=tuple(reacted_lines(inputs, ledger)),
         nccl=analyzer.nccl().known,
     )
     return verdict, found

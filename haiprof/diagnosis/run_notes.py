@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from haiprof.base.ledger import PROBLEM_RATIO, Ledger
+from haiprof.base.ledger import GROWING, PROBLEM_RATIO, Ledger
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import (
     NS_PER_S,
@@ -20,7 +20,7 @@ from haiprof.base.units import (
     ranks_text,
     ratio_text,
 )
-from haiprof.diagnosis.machine_causes import DRIFT_PHASE_RATIO
+from haiprof.diagnosis.machine_causes import DRIFT_PHASE_RATIO, NEIGHBOURS, starvation
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import UNTRACED_MIN_RATIO
 from haiprof.run_analysis.reactions import Reaction, outcome_text, watched_frame
@@ -270,9 +270,11 @@ _CLOSURE_RATIO = 1.5
 model. Own choice."""
 
 
-def reacted_lines(inputs: RuleInputs, positions: Mapping[str, float]) -> Iterator[str]:
-    """What haiprof noticed and did while the job ran, in a line each."""
+def reacted_lines(inputs: RuleInputs, ledger: Ledger | None) -> Iterator[str]:
+    """What haiprof noticed and did while the job ran, in a line each; a growth is told once."""
     run = inputs.analyzer.run
+    accounts, positions = (ledger.accounts, ledger.positions) if ledger else ((), {})
+    growing_ns = sum(each.ns_per_step for each in accounts if each.when == GROWING)
     for each in inputs.reactions:
         said = outcome_text(each)
         if each.trigger != "slow":
@@ -280,17 +282,25 @@ def reacted_lines(inputs: RuleInputs, positions: Mapping[str, float]) -> Iterato
             yield f"{each.reason} at {_clock_text(each.wall_ns)}: {said}{where}"
             continue
         before, after = each.before_ns, each.after_ns
+        if each.window is None and before and after and growing_ns >= (after - before) / 2:
+            continue
         grown = after / before - 1 if before and after else None
         see = f": haiprof trace report {shown_path(run.root)} --window {each.window}"
         times = _inputs_grew(inputs.input_sizes, each)
-        if grown and times and times - 1 >= grown / 2:
-            said = f"its inputs are {number_text(times)} times as large from then on; {said}"
-        elif phase := grown_phase(inputs, each, positions):
-            said = f"{phase}; {said}"
+        larger = bool(grown and times and times - 1 >= grown / 2)
+        starved = None if larger else starvation(inputs)
+        if larger:
+            why = f"its inputs are {number_text(times)} times as large from then on"
+        else:
+            why = grown_phase(inputs, each, positions)
+        beside = "other processes use the CPUs, too: it may be theirs"
+        is_beside = starved is not None and starved.rule == NEIGHBOURS
+        said = "; ".join(filter(None, [why, beside if is_beside else "", said]))
         yield (
             f"step {each.step} on became {ratio_text(grown)} slower on rank {each.rank} "
             f"({duration_text(before)} to {duration_text(after)}) "
-            f"at {_clock_text(each.since_wall_ns)}; {said}{'' if each.window is None else see}"
+            f"at {_clock_text(each.since_wall_ns)}{'; ' if said else ''}{said}"
+            f"{'' if each.window is None else see}"
         )
 
 

@@ -184,12 +184,8 @@ def reaction_frame(found: Sequence[Reaction]) -> pl.DataFrame:
 def outcome_text(reaction: Reaction) -> str:
     """What came of it, for people."""
     slow = reaction.trigger == "slow"
-    if reaction.action == "none":
-        return "nothing was done: with " + (
-            "--react trace such steps are traced"
-            if slow
-            else "--react snapshot the ranks are looked at"
-        )
+    if reaction.action == "none":  # of slower steps nothing more is worth a word
+        return "" if slow else "nothing was done: with --react snapshot the ranks are looked at"
     if slow and reaction.state == "done" and reaction.steps is not None:
         return f"steps {reaction.steps[0]} to {reaction.steps[1] - 1} were traced"
     if not slow and reaction.state == "done":

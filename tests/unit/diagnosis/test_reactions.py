@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from haiprof.__main__ import main
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.restart_advice import Attempt, advise
-from haiprof.diagnosis.run_notes import grown_phase
+from haiprof.diagnosis.rule_inputs import gather_inputs
+from haiprof.diagnosis.run_notes import grown_phase, reacted_lines
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import append_line
@@ -109,7 +111,7 @@ def test_hang_without_a_named_rank_is_said_and_no_finding(
     [
         ([SLOW, result("reaction-slow-0", window=2, steps=[430, 435])], "430 to 434 were traced"),
         ([SLOW], "no trace of them: the launcher ended before"),
-        ([{**SLOW, "action": "none"}], "nothing was done: with --react trace"),
+        ([{**SLOW, "action": "none"}], "ms) at "),
     ],
 )
 def test_slower_steps_are_said_with_both_times(
@@ -118,6 +120,23 @@ def test_slower_steps_are_said_with_both_times(
     (line,) = judged(run, *lines).reactions
     assert "step 412 on became 28 % slower on rank 0 (41.0 ms to 52.3 ms)" in line
     assert said in line
+    assert "--react" not in line
+
+
+@pytest.mark.parametrize(
+    ("when", "window", "count"), [("growing", None, 0), ("growing", 2, 1), ("each step", None, 1)]
+)
+def test_slower_steps_that_a_growing_account_tells_are_not_told_again(
+    run: Path, when: str, window: int | None, count: int
+) -> None:
+    slow: Any = SimpleNamespace(
+        trigger="slow", action="none", before_ns=29.5e6, after_ns=40.7e6, window=window, step=96,
+        rank=0, since_wall_ns=START_NS, state="none", suspects=(), steps=(), failure=None,
+    )  # fmt: skip
+    inputs = replace(gather_inputs(Analyzer(run)), reactions=(slow,))
+    grown = SimpleNamespace(when=when, ns_per_step=16.3e6)
+    ledger: Any = SimpleNamespace(accounts=(grown,), positions={})
+    assert len(list(reacted_lines(inputs, ledger))) == count
 
 
 @pytest.mark.parametrize(
