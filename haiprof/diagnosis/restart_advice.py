@@ -51,6 +51,13 @@ _OF_DATA = re.compile(
     r"Expected |expected )))\b"
 )
 """These as well before a step has ended; later they may be of the data."""
+_OF_MACHINE = re.compile(
+    r"(?:Connect\w*|Network|Store|Timeout|Timedout|HTTP|URL|SSL|[Ss]ocket|IO|OS|Permission|"
+    r"File\w+|Directory|Pipe|Process|Memory|Backend|Accelerator)(?:Error|Exception|Exceeded|Timeout)|"
+    r"(?i:\bCUDA|\bcu(?:DNN|BLAS|sparse)|\bHIP\b|NCCL|RCCL|gloo|\bMPI\b|rendezvous|\bconnect|"
+    r"timed? ?out|out of memory|no such file|\bI/O|errno)"
+)
+"""What memory, devices, the network, file systems or the rendezvous cause, too."""
 _BEFORE_ERROR = re.compile(
     r".*(?:, while handling |; raised from )|its DataLoader worker \d+ raised "
 )
@@ -209,6 +216,8 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
     error = _BEFORE_ERROR.sub("", death.what, count=1)
     of_data = _OF_DATA.match(error) is not None
     is_wrong = _PROGRAM.match(error) is not None
+    every = {fate.rank for fate in death.fates} == set(death.ranks)  # and no step has ended
+    is_wrong |= every and not trained and _OF_MACHINE.search(error) is None
     is_exit = death.cause == "exit" and death.line is not None and error == death.what
     return Attempt(
         run=frames.run.root.name,

@@ -20,6 +20,7 @@ from haiprof.base.errors import HaiprofError
 from haiprof.base.ledger import position_words
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.base.units import digits_text, duration_text, ratio_text, visible
+from haiprof.diagnosis.engine import STANDSTILL
 from haiprof.diagnosis.traced_window import StepWork
 from haiprof.diagnosis.verdict import Cost, Finding, Verdict, as_document
 from haiprof.run_format.layout import RunPaths
@@ -65,6 +66,8 @@ _EVENT_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
 _DEVICE, _NO_GPU = "device time", "the ranks used no GPU"  # as `diagnosis.run_notes` has them
 _NEVER = ("one rank", "torch.compile was not used")
 _GPU_RULES = ("slow_kernels", "slow_link")
+_HUNG = ("hang", "deadlock", "mismatch")
+"""Deaths that the headline tells, and the hang with them."""
 _SEVERITY_STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 
 
@@ -128,7 +131,8 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
     if verdict.step_count:
         yield from _split(verdict, width, brief=True)
     grid = _label_grid(overflow="fold")
-    others = list(verdict.findings)
+    hung = verdict.death is not None and verdict.death.cause in _HUNG
+    others = [each for each in verdict.findings if not (hung and each.rule == STANDSTILL)]
     if verdict.death is None and others and verdict.headline == others[0].title:
         first, *others = others
         for row in _reasons(first):

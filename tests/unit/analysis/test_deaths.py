@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from haiprof.__main__ import main
 from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.run_frames import RunFrames
@@ -38,8 +39,10 @@ BACKWARD = [LOCK, ["/x/site-packages/torch/_tensor.py", 5, "backward"]]
 class Job:
     """A run directory of some ranks, whose ends are written one by one."""
 
-    def __init__(self, root: Path, *, ranks: int = 3, hosts: int = 1, world: int = 0) -> None:
-        self.run = write_run(root)
+    def __init__(
+        self, root: Path, *, ranks: int = 3, hosts: int = 1, world: int = 0, steps: int = 3
+    ) -> None:
+        self.run, self.steps = write_run(root), steps
         self.hosts = [f"node{number}" for number in range(hosts)]
         for rank in range(ranks):
             self.start(rank, world=world or ranks)
@@ -47,8 +50,9 @@ class Job:
 
     def start(self, rank: int, *, attempt: int = 0, world: int = 3) -> None:
         clock = {"wall_ns": CLOCK.wall_ns + attempt * 600 * S, "mono_ns": CLOCK.mono_ns}
+        spans = spans_of(" ".join(["F B O"] * self.steps or ["F"]))
         write_rank(
-            self.run, spans_of("F B O F B O F B O"), rank=rank, attempt=attempt, restart=attempt,
+            self.run, spans, rank=rank, attempt=attempt, restart=attempt,
             host=self.host(rank), pid=self.pid(rank, attempt), world_size=world, clock=clock,
         )  # fmt: skip
 
@@ -726,6 +730,31 @@ def test_first_death_that_comes_again_is_told_so(
 
 
 @pytest.mark.parametrize(
+    ("kind", "message", "ranks", "step", "action"),
+    [
+        ("RuntimeError", "Given groups=1, weight of size [8, 3]", 2, 0, "STOP"),
+        ("RuntimeError", "Given groups=1, weight of size [8, 3]", 2, 5, "RESTART"),
+        ("RuntimeError", "Given groups=1, weight of size [8, 3]", 1, 0, "RESTART"),
+        ("RuntimeError", "Failed to compile the incompatible model", 2, 0, "STOP"),
+        ("pkg.VisionError", "no such layer", 2, 0, "STOP"),
+        ("RuntimeError", "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", 2, 0, "RESTART"),
+        ("FileNotFoundError", "[Errno 2] No such file or directory: '/data/a'", 2, 0, "RESTART"),
+        ("requests.exceptions.ConnectTimeout", "pool", 2, 0, "RESTART"),
+        ("torch.distributed.DistNetworkError", "the client socket failed", 2, 0, "RESTART"),
+    ],
+)  # fmt: skip
+def test_an_error_of_all_ranks_before_their_first_step_is_the_programs_or_the_machines(
+    tmp_path: Path, kind: str, message: str, ranks: int, step: int, action: str
+) -> None:
+    job = Job(tmp_path / "run", ranks=2, steps=step)
+    for rank in range(2 - ranks, 2):
+        job.died(rank, 0, kind, message)
+    found = restart_advice(RunFrames(job.run.root))
+    assert found is not None
+    assert found.action == action, found.text
+
+
+@pytest.mark.parametrize(
     ("kind", "how", "root", "advice"),
     [
         ("SystemExit", "exit_call", "ConnectionError", "RESTART"),
@@ -937,13 +966,17 @@ def test_ranks_that_a_snapshot_names_for_one_reason_do_not_contradict_each_other
     assert death.remedy.startswith("see why train.py:88 in step does not end: ")
 
 
-def test_ranks_that_a_hung_one_held_up_are_told_with_what_they_waited_in(job: Job) -> None:
+def test_ranks_that_a_hung_one_held_up_are_told_with_what_they_waited_in(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     job.reached(6, 5, 6)
     job.raised(0, 60.2, "KeyboardInterrupt", "")
     reason = "it has begun 5 collectives of group 0, ranks 0 and 2 6"
     death = hung(job, [{"rank": 1, "reason": reason, "doing": "train.py:88 in step"}])
     told = [(who, text) for who, _, text in grouped_fates(death)]
-    assert told[1:] == [("ranks 0 and 2", "waited in all_reduce 6, ended with the job, 60.1 s later")]
+    assert told[1:] == [
+        ("ranks 0 and 2", "waited in all_reduce 6, ended with the job, 60.1 s later")
+    ]
 
 
 @pytest.mark.parametrize(("age_s", "shown"), [(10, "wait(step)  # for a file"), (-10, None)])
