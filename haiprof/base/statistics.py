@@ -62,6 +62,19 @@ def block_mean(series: Floats, *, run_ratio: float) -> BlockMean:
     return BlockMean(value=value, error=Uncertain(parts=((between / len(blocks), freedom), run)))
 
 
+def without_trend(series: Floats) -> Floats:
+    """A series of the same mean without its linear trend, for `block_mean`.
+
+    What strays about the line is widened by the degree of freedom that the slope takes from the
+    means of the blocks.
+    """
+    place = np.arange(len(series)) - (len(series) - 1) / 2
+    mean = series.mean()
+    rest = series - mean - place * float(place @ series) / max(float(place @ place), 1.0)
+    found: Floats = mean + rest * math.sqrt((BLOCKS - 1) / (BLOCKS - 2))
+    return found
+
+
 def _memory(series: Floats) -> float:
     """How many values tell as much as an independent one, by the lag-1 autocorrelation.
 

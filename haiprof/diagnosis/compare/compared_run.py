@@ -12,8 +12,10 @@ import numpy as np
 
 from haiprof.base.errors import HaiprofError, MissingDataError, RunNotFoundError
 from haiprof.base.intervals import Floats
+from haiprof.base.ledger import GROWING, PROBLEM_RATIO
 from haiprof.base.options import ENV_FLIGHT_DUMPS, ENV_FLIGHT_SIZES, FLIGHT_ENTRIES
 from haiprof.base.safe_files import make_folder
+from haiprof.base.statistics import without_trend
 from haiprof.base.units import duration_text
 from haiprof.diagnosis.engine import judge_facts
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
@@ -73,6 +75,17 @@ class ComparedRun:
             return np.zeros(0)
         time = self.ledger.time
         return time.each_step(time.period_ns.mean(axis=0))
+
+
+def steady(found: RunLedger | None, series: Floats) -> Floats:
+    """A series of steps without the trend of code that grows, which is the job's, and no noise.
+
+    A drift that no account explains is the machine's, and stays.
+    """
+    growing = [a.gain_low_ns for a in found.ledger.accounts if a.when == GROWING] if found else []
+    if found is None or sum(growing) < PROBLEM_RATIO * found.ledger.mean_ns:
+        return series
+    return without_trend(series)
 
 
 def open_compared_run(run: Path | RunFrames) -> ComparedRun:

@@ -29,6 +29,7 @@ from haiprof.diagnosis.compare.compared_run import (
     Differs,
     differences,
     open_compared_run,
+    steady,
     unknown,
 )
 from haiprof.diagnosis.machine_causes import used_by_others
@@ -232,7 +233,8 @@ def _positions(side: ComparedRun) -> dict[str, Floats]:
     time = side.ledger.time
     found = {POSITIONS[p]: time.cell_ns[row].mean(axis=0) for row, p in enumerate(time.used)}
     found["garbage collection"] = time.collected_ns.mean(axis=0)
-    return {name: time.each_step(own) for name, own in found.items() if own.any()}
+    each = {name: time.each_step(own) for name, own in found.items() if own.any()}
+    return {name: steady(side.ledger, own) for name, own in each.items()}
 
 
 def _device_phases(side: ComparedRun) -> dict[str, Floats]:
@@ -496,7 +498,8 @@ class _RunSide:
     def __init__(self, found: RunLedger) -> None:
         self.found = found
         time = found.time
-        step = block_mean(time.each_step(time.period_ns.mean(axis=0)), run_ratio=RUN_RATIO)
+        series = steady(found, time.each_step(time.period_ns.mean(axis=0)))
+        step = block_mean(series, run_ratio=RUN_RATIO)
         variance, self._freedom = step.error.parts[-1]
         self._run_ratio = math.sqrt(variance) / step.value
         self._counts = np.bincount(found.table.position, found.table.count, len(POSITIONS))
@@ -680,7 +683,8 @@ def compare_runs(
         )
     old, new = before.ledger, after.ledger
     medians = [math.nan if found is None else found.ledger.median_ns for found in (old, new)]
-    change = step_change(before.step_ns, after.step_ns, medians)
+    series = (steady(side.ledger, side.step_ns) for side in (before, after))
+    change = step_change(*series, medians)
     known = not change.unknown
     accounts, no_accounts = account_changes(old, new) if known else ((), "steps are not compared")
     kernels, why = _kernels(before, after) if read_traces else (None, "left out by --no-traces")

@@ -62,11 +62,11 @@ def headline(found: Comparison) -> str:
         measured = f"; measured: {_percent(change.ratio)}" if change.ratio > 0 else ""
         text = f"cannot be evaluated: {found.unjudged}{measured}{interval and f' ({interval})'}"
         line = next((one for one in found.accounts if one.is_certain and one.file), None)
-        return text + (f"; this alone is certain: {_part_text(line)}" if line else "")
+        return _certain_text(line, text) if line else text
     if found.state == "undecided":
         text = f"inconclusive: too noisy (the change lies between {' and '.join(ends)})"
         part = _main_part(found, found.accounts)
-        return text + (f", but this alone is certain: {_part_text(part[0])}" if part else "")
+        return _certain_text(part[0], text) if part else text
     if found.state == "same":
         most = 100 * found.most_ratio
         return f"no difference above {most:.1f} %: {_percent(change.ratio)} ({interval})"
@@ -74,6 +74,13 @@ def headline(found: Comparison) -> str:
     text = f"the step takes {abs(change.ratio - 1) * 100:.1f} % {_TIME_WORDS[found.state]} "
     text += f"({sizes[0]:.1f} to {sizes[1]:.1f} %)"
     return text + (_cause(found, found.accounts) or _cause(found, found.positions))
+
+
+def _certain_text(part: AccountChange | PositionChange, whole: str) -> str:
+    """What is certain comes first, then why the whole is not."""
+    word = "less" if part.difference_ns < 0 else "more"
+    ns = duration_text(abs(part.difference_ns))
+    return f"{ns} a step {word} at {printable(part.title)}; the whole step: {whole}"
 
 
 def _cause(found: Comparison, parts: Sequence[AccountChange | PositionChange]) -> str:

@@ -7,6 +7,8 @@ import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -16,13 +18,20 @@ from haiprof import Analyzer
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Floats
 from haiprof.base.safe_files import make_folder
-from haiprof.base.statistics import Uncertain, mean_error, student_p_value, student_quantile
+from haiprof.base.statistics import (
+    Uncertain,
+    mean_error,
+    student_p_value,
+    student_quantile,
+    without_trend,
+)
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.compare.compared_run import (
     baseline_named,
     last_good,
     note_outcome,
     open_compared_run,
+    steady,
 )
 from haiprof.diagnosis.compare.comparison import (
     Comparison,
@@ -122,6 +131,33 @@ def test_few_steps_are_not_judged() -> None:
     change = change_of(steps(1, count=19), steps(2, count=300, ratio=2.0))
     assert change.low_ratio is None
     assert "19 and 300 steps" in change.unknown
+
+
+def test_growth_of_the_jobs_own_code_is_no_noise() -> None:
+    """Its mean is what it was; how far that strays is what strays about the growth."""
+    held, claimed = 0, 0
+    for seed in range(50):
+        growing = steps(2 * seed, memory=0.3) + np.linspace(0, STEP_NS, 300)
+        plain = steps(2 * seed + 1, memory=0.3)
+        change = change_of(without_trend(growing), plain)
+        assert change.before_ns == pytest.approx(growing.mean())
+        assert change.low_ratio is not None
+        assert change.high_ratio is not None
+        held += change.low_ratio <= 1 / 1.47 <= change.high_ratio  # stalls add 4 %
+        claimed += change.is_faster
+        wide = change_of(growing, plain)
+        assert wide.low_ratio is not None
+        assert wide.high_ratio is not None
+        assert (change.high_ratio / change.low_ratio) ** 3 < wide.high_ratio / wide.low_ratio
+    assert (held >= 48, claimed >= 49) == (True, True)
+
+
+@pytest.mark.parametrize(("when", "is_taken_out"), [("growing", True), ("each step", False)])
+def test_only_a_trend_that_an_account_explains_is_taken_out(when: str, is_taken_out: bool) -> None:
+    account = SimpleNamespace(when=when, gain_low_ns=0.2 * STEP_NS)
+    found: Any = SimpleNamespace(ledger=SimpleNamespace(accounts=(account,), mean_ns=STEP_NS))
+    drifting = np.linspace(STEP_NS, 2 * STEP_NS, 100)
+    assert (np.ptp(steady(found, drifting)) < 1) == is_taken_out
 
 
 def test_run_that_drifts_has_a_wide_interval() -> None:

@@ -105,9 +105,8 @@ def test_comparison_as_markdown_has_a_table_of_accounts(log_dir: Path, run: Run)
     runs = [str(log_dir / name) for name in ("two_ranks", "two_ranks_one_slow")]
     lines = run("compare", *runs, "--format", "markdown").out.splitlines()
     assert lines[0] == (
-        "## inconclusive: too noisy (the change lies between -21.3 % and +193.7 %), but this "
-        "alone is certain: train.py:15 Batches.\\_\\_getitem\\_\\_, input, native code "
-        "(+10.5 ms a step)"
+        "## 10.5 ms a step more at train.py:15 Batches.\\_\\_getitem\\_\\_, input, native code; "
+        "the whole step: inconclusive: too noisy (the change lies between -21.3 % and +193.7 %)"
     )
     assert any("Batches.\\_\\_getitem\\_\\_" in line and "+10.5 ms" in line for line in lines)
     traces = [str(log_dir / "two_ranks_traced" / "traces")] * 2
