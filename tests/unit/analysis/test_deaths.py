@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from haiprof.__main__ import main
 from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.run_analysis.deaths import Death
 from haiprof.run_analysis.run_frames import RunFrames

@@ -210,8 +210,11 @@ def test_restarted_workers_are_told_by_the_starts_of_epochs(
     waits = (main, (library, 9, "_MultiProcessingDataLoaderIter._try_get_data"))
     begins = (main, (library, 5, "_BaseDataLoaderIter.__next__"))  # what it does itself
     of_kind = {schema.DATA: waits, schema.DATA_ITER: begins}
-    own = [(at, of_kind.get(kind, (main,)))
-           for kind, _, begin, end in rows for at in range(begin + 5000, end, NS_PER_MS)]  # fmt: skip
+    own = [
+        (at, of_kind.get(kind, (main,)))
+        for kind, _, begin, end in rows
+        for at in range(begin + 5000, end, NS_PER_MS)
+    ]
     write_stacks(RunPaths(root).rank(0).stacks, own)
     verdict = judged(root)
     assert not [f.title for f in verdict.findings if "made on the training thread" in f.title]
