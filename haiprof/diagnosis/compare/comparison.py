@@ -683,8 +683,7 @@ def compare_runs(
         )
     old, new = before.ledger, after.ledger
     medians = [math.nan if found is None else found.ledger.median_ns for found in (old, new)]
-    series = (steady(side.ledger, side.step_ns) for side in (before, after))
-    change = step_change(*series, medians)
+    change = step_change(steady(old, before.step_ns), steady(new, after.step_ns), medians)
     known = not change.unknown
     accounts, no_accounts = account_changes(old, new) if known else ((), "steps are not compared")
     kernels, why = _kernels(before, after) if read_traces else (None, "left out by --no-traces")
