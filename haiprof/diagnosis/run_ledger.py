@@ -69,6 +69,7 @@ from haiprof.run_analysis.ledger import (
     LINK_WAIT,
     MODEL_POSITIONS,
     PEER_WAIT,
+    PYTHON,
     UNKNOWN,
     RankSamples,
     TimeTable,
@@ -231,7 +232,7 @@ def run_ledger(
         table = give_lines(table, loops)
     for fact in facts:
         if fact.is_priced:
-            table, found = _split_setting(table, found, fact)
+            table, found = _split_setting(table, found, fact, time)
     table, found = _keep_needed_link(table, found, inputs, time)  # of what settings leave
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
     ledger, rows = _ledger(table, time, found, left, late)
@@ -415,13 +416,18 @@ def _split_stragglers(
 
 
 def _split_setting(
-    table: TimeTable, found: Sequence[Opportunity], setting: Finding
+    table: TimeTable, found: Sequence[Opportunity], setting: Finding, time: JobTime
 ) -> tuple[TimeTable, list[Opportunity]]:
     """What a setting costs: what runs for its sake alone, a part of operators, or of exchanges."""
     is_seen = table.tree.within(SEEN_IN.get(setting.rule, ()))[table.stack]
     seen = np.flatnonzero(is_seen & (table.position != COMPILE))
     inside = np.isin(table.position, [POSITIONS.index(phase) for phase in setting.phases])
     rows = np.setdiff1d(np.flatnonzero(table.needed & inside), seen)
+    calls = rows[table.activity[rows] == PYTHON]
+    # Fewer numbers need no fewer calls: not Python's, nor what torch does in each of them, which
+    # may be as much in forward, and in backward.
+    unsure_ns = 2 * setting.work_ratio * time.mean_of(table, calls)
+    rows = np.setdiff1d(rows, calls) if setting.work_ratio else rows
     waits = np.flatnonzero(np.isin(table.activity, (LINK_WAIT, PEER_WAIT)) & inside)
     lost_ns = (setting.lost_ratio or 0.0) * float(table.ns.sum()) - float(table.ns[seen].sum())
     lost = max(lost_ns / max(float(table.ns[rows].sum()), 1.0), setting.work_ratio)
@@ -435,7 +441,7 @@ def _split_setting(
         found = [replace(each, rows=np.setdiff1d(each.rows, seen)) for each in found]
     if not len(taken):
         return table, [*found]
-    own = replace(opportunity(table, taken, None), key=setting.rule)
+    own = replace(opportunity(table, taken, None), key=setting.rule, unsure_ns=unsure_ns)
     # Also where it is mostly waiting for ranks: each of them is late at times, and all gain.
     return table, [*found, replace(own, activity=LINK_WAIT) if setting.exchange_ratio else own]
 

@@ -296,9 +296,9 @@ def _computing_ratio(inputs: RuleInputs) -> float:
 def padding(inputs: RuleInputs) -> Finding | None:
     """Sequences are padded beyond the longest one of their batch.
 
-    By looks at `attention_mask`, one a second. What forward and backward compute is at least linear
-    in the columns of a batch (attention grows faster): without those that are padding in each of
-    its sequences it is shorter by their share, but for the calling of operators.
+    By looks at `attention_mask`, one a second. What operators compute is at least linear in the
+    columns of a batch (attention grows faster): without those that are padding in each of its
+    sequences, forward and backward are shorter by their share, but for the calling of operators.
     """
     looks = [each.looks for each in inputs.settings.values()]
     columns, empty, tokens, zeros = (

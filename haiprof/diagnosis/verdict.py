@@ -84,7 +84,7 @@ class Finding:
     phases: tuple[str, ...] = ()
     """Of a setting: the phases whose operators `lost_ratio` is the price of."""
     work_ratio: float = 0.0
-    """Of a setting: what it costs of the model's own work in these, where that is known better."""
+    """Of a setting: by what share of the operators' numbers in these it adds to them."""
     exchange_ratio: float = 0.0
     """Of a setting: what it costs of the exchanges between ranks in these, waits included."""
     setting: str = ""

@@ -349,6 +349,19 @@ def test_accumulation_without_no_sync_is_told_before_the_link_and_nothing_is_pro
         assert (no_sync.cause, no_sync.severity != "info", no_sync.missing) == ("no_sync", True, ())
 
 
+def test_without_padding_calls_are_as_many_as_before(root: Path) -> None:
+    """About a fifth of the model is Python, which gains nothing; operators may need calls, too."""
+    write_story(root, lambda rank, step: USUAL, steps=200)
+    told(root, seen=PADDED)
+    write_samples(root, lambda *_: (SCRIPT, job(43, "main"), ENGINE), lock="h000")
+    gain = {each.rule: each for each in judged(root).findings}["padding"].gain
+    assert gain is not None
+    whole_ns = 0.75 * 0.98 * (USUAL[1] + USUAL[2]) * NS_PER_MS
+    calls_ns = whole_ns - (gain.step_ns - gain.left_ns)
+    assert calls_ns == pytest.approx(whole_ns / 5, rel=0.2)
+    assert gain.high_ns - gain.left_ns > 2 * calls_ns
+
+
 def test_titles_and_remedies_name_what_is_set(root: Path) -> None:
     profiler = on_cpus(root, seen={"profiler_count": 90})["profiler_left_on"]
     assert profiler.title.endswith("is on 90 % of the time")
