@@ -310,7 +310,7 @@ def padding(inputs: RuleInputs) -> Finding | None:
     if work_ratio * touched_ratio(inputs, MODEL) < PROBLEM_RATIO:
         return None
     rest = 1 - (tokens - zeros) / max(tokens * (1 - share), 1)
-    compiles = (inputs.ranks["compile_ns"].max() or 0) > 0
+    compiles = bool(number(inputs.ranks["compile_ns"].max()))
     few = ", with torch.compile to one of a few lengths (pad_to_multiple_of)" * compiles
     return make_finding(
         f"{ratio_text(share)} of the columns of attention_mask are padding in every sequence of "

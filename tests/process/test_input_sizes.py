@@ -47,14 +47,14 @@ def test_padding_of_an_attention_mask_is_counted_and_of_nothing_else() -> None:
 
 
 def test_nothing_that_follows_the_jobs_operators_sees_how_its_mask_is_read() -> None:
-    class Follow(TorchDispatchMode):
+    class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             raise AssertionError("the job sees an operator of haiprof's")
 
     sizes, mask = InputSizes([]), torch.ones(2, 3, dtype=torch.long)
-    with Follow():
+    with Follow():  # type: ignore[no-untyped-call]
         look(sizes, attention_mask=mask)
     with profile() as seen:
         look(sizes, attention_mask=mask)

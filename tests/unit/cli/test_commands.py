@@ -247,8 +247,8 @@ def test_job_that_is_not_named_is_told_and_of_several_one_must_be_named(
         RunningJob(run=(job := write_run(tmp_path / name)), manifest=read_manifest(job))
         for name in ("logs/train-1", "logs/train-2", "other/train-3")
     ]
-    monkeypatch.setattr("haiprof.live.find.running_jobs", lambda _: running)
     running = jobs[::2]
+    monkeypatch.setattr("haiprof.live.find.running_jobs", lambda _: running)
     assert the_job(None, [tmp_path / "logs"]) is jobs[0]
     assert "train-1 (pid " in capsys.readouterr().err
     monkeypatch.setenv("HAIPROF_LOG_DIR", str(tmp_path / "other"))

@@ -159,7 +159,7 @@ FULL_PRECISION = {
 FLOAT32, BFLOAT16 = {"dtypes": {"float32": 900}}, {"dtypes": {"bfloat16": 900, "float32": 10}}
 CONVOLUTIONS: dict[str, Any] = {"layers": {"Conv2d": 8}, "dtypes": {"bfloat16": 9}}
 NO_SYNC: dict[str, Any] = {"passes": 4, "no_sync_count": 0, "static_graph": False}
-PADDED = {
+PADDED: dict[str, object] = {
     "mask_column_count": 1000, "empty_column_count": 750,
     "mask_token_count": 16_000, "empty_token_count": 14_000,
 }  # fmt: skip

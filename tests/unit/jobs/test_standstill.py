@@ -154,8 +154,8 @@ def test_ranks_that_ended_while_they_were_asked_are_told_with_what_they_answered
         request = Request(id="1", kind=kind, arguments={}, expires_wall_ns=0)
         groups = {"0": {"groups": {"0": [6, 0, 5]}}, "1": {"groups": {"0": [5, 0, 5]}}}
         stacks = {"0": {"threads": thread_of(WAITS)}, "1": {"threads": thread_of(LOADS)}}
-        told = {"stacks": stacks, "collectives": groups if replies else {}}[kind]
-        done = {name: {"state": "done", **reply} for name, reply in told.items()}
+        known: dict[str, Any] = {"stacks": stacks, "collectives": groups if replies else {}}
+        done = {name: {"state": "done", **reply} for name, reply in known[kind].items()}
         return Answers(request=request, replies=done, silent=())
 
     monkeypatch.setattr(snapshot, "ask", ask)
