@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.errors import HaiprofError, UsageError, convert_os_errors
 from haiprof.base.safe_files import make_named_folder
 from haiprof.compat.exports import write_tables
 from haiprof.diagnosis.function_reports import bursts_of, function_reports, hardware_by_function
@@ -60,12 +60,10 @@ def write_diagnosis_folder(
 
     Returns the names of what is in it; raises UsageError where it is not empty, or not writable.
     """
-    try:
+    with convert_os_errors(UsageError, f"{folder}: cannot be made"):
         make_named_folder(folder)
         if any(folder.iterdir()):
             raise UsageError(f"{folder}: is not empty", hint="name a new folder")
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be made: {error.strerror or error}") from None
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     card = view_text(verdict_card(verdict, header, everything=True))
     write_text(folder / "verdict.txt", card, below=folder)

@@ -11,6 +11,9 @@ HaiprofError                exit 1   anything of haiprof's own
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class HaiprofError(Exception):
     """Base of every error that haiprof raises on purpose."""
@@ -58,3 +61,12 @@ class MissingExtraError(HaiprofError):
     """An optional part of haiprof is not installed."""
 
     exit_code = 6
+
+
+@contextlib.contextmanager
+def convert_os_errors(kind: type[HaiprofError], what: str, *, hint: str = "") -> Iterator[None]:
+    """Makes of an error of the system one of haiprof's: `FILE: Permission denied`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}", hint=hint) from None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from haiprof.base import safe_files
-from haiprof.base.errors import UsageError
+from haiprof.base.errors import UsageError, convert_os_errors
 from haiprof.base.safe_files import named_file
 
 
@@ -20,9 +20,6 @@ def output_file(path: Path, *, force: bool, below: Path | None = None) -> Iterat
         raise UsageError(f"{path}: is not a regular file", hint="without -o: standard output")
     if path.exists() and not force:
         raise UsageError(f"{path}: already exists", hint="--force replaces it")
-    try:
-        target = named_file(path) if below is None else safe_files.whole_file(path, below=below)
-        with target as file:
-            yield file
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+    target = named_file(path) if below is None else safe_files.whole_file(path, below=below)
+    with convert_os_errors(UsageError, f"{path}: cannot be written"), target as file:
+        yield file

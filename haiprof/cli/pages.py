@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from haiprof.base.errors import UsageError
+from haiprof.base.errors import UsageError, convert_os_errors
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.messages import print_message
 from haiprof.base.safe_files import MadeFolder, write_file
@@ -146,13 +146,9 @@ def report(
         output = Path(f"{analyzer.run.root.name}.html")  # another user's run is only read
     if output is None:
         output, below = analyzer.run.report_html, analyzer.run.root
-        try:
+        what, hint = f"{output.parent}: cannot be made", "name another file: -o report.html"
+        with convert_os_errors(UsageError, what, hint=hint):
             make_folder(output.parent, below=below)
-        except OSError as error:
-            raise UsageError(
-                f"{output.parent}: cannot be made: {error.strerror or error}",
-                hint="name another file: -o report.html",
-            ) from None
     wrote = "replaced" if output.exists() else "wrote"
     write_report(content, output, below=below)
     print_message(f"{wrote} {output} ({bytes_text(output.stat().st_size)})")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.errors import HaiprofError, UsageError, convert_os_errors
 from haiprof.base.log_addresses import is_address
 from haiprof.base.options import ENV_LOG_DIR
 from haiprof.cli.command_line import ExitStatus, argument, option
@@ -120,10 +120,8 @@ def fetch(
             f"copy: {address!r} is no address", hint="haiprof copy s3://BUCKET/RUN DIR"
         )
     folder = output if output is not None else default_options().log_dir
-    try:
+    with convert_os_errors(UsageError, str(folder)):
         make_named_folder(folder)
-    except OSError as error:
-        raise UsageError(f"{folder}: {error.strerror or error}") from None
     run = fetch_run(address, folder)
     shown = Output(json=as_json)
     if as_json:

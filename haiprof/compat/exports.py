@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import polars as pl
 
-from haiprof.base.errors import UsageError
+from haiprof.base.errors import UsageError, convert_os_errors
 from haiprof.base.output_file import output_file
 from haiprof.base.safe_files import make_named_folder
 from haiprof.base.units import NS_PER_MS, NS_PER_S, SPACES, visible
@@ -64,10 +64,8 @@ def write_parquet(frame: pl.DataFrame, file: BinaryIO) -> None:
 
 def write_tables(tables: Mapping[str, pl.DataFrame], folder: Path, *, force: bool) -> list[Path]:
     """Writes one file per table, named after it."""
-    try:
+    with convert_os_errors(UsageError, f"{folder}: cannot be made"):
         make_named_folder(folder)
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be made: {error.strerror or error}") from None
     paths = {name: folder / f"{name}.csv" for name in tables}
     for path in paths.values():  # before anything is written
         if path.exists() and not force:

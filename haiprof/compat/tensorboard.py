@@ -15,7 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from haiprof.base.errors import HaiprofError, MissingExtraError, TraceFormatError
+from haiprof.base.errors import (
+    HaiprofError,
+    MissingExtraError,
+    TraceFormatError,
+    convert_os_errors,
+)
 from haiprof.base.local_http import GuardedHandler, GuardedServer, own_readers
 from haiprof.base.safe_files import (
     MadeFolder,
@@ -138,13 +143,10 @@ def open_layout(run: RunPaths | None, source: Path) -> Iterator[Layout]:
             base = stack.enter_context(MadeFolder.temporary("haiprof-tensorboard-"))
             layout = Layout(folder=base / "log", below=base, source=source, is_temporary=True)
         try:
-            layout.unlink_windows()  # of an earlier server that was killed
-            make_folder(layout.traces, below=layout.below)
-            yield layout
-        except OSError as error:
-            raise HaiprofError(
-                f"{layout.folder}: cannot be written: {error.strerror or error}"
-            ) from None
+            with convert_os_errors(HaiprofError, f"{layout.folder}: cannot be written"):
+                layout.unlink_windows()  # of an earlier server that was killed
+                make_folder(layout.traces, below=layout.below)
+                yield layout
         finally:
             with contextlib.suppress(OSError):
                 layout.unlink_windows()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from haiprof.base.errors import RunFormatError
+from haiprof.base.errors import RunFormatError, convert_os_errors
 from haiprof.base.options import safe_name
 from haiprof.run_format.layout import (
     ET_RAW_SUFFIX,
@@ -83,10 +83,8 @@ class Part:
     def sidecar_content(self) -> Mapping[str, Any]:
         """The sidecar."""
         path = self.sidecar
-        try:
+        with convert_os_errors(RunFormatError, str(path)):
             size, mode = path.lstat().st_size, path.lstat().st_mode
-        except OSError as error:
-            raise RunFormatError(f"{path}: {error.strerror or error}") from None
         if not stat.S_ISREG(mode) or size > _SIDECAR_LIMIT_BYTES:
             raise RunFormatError(f"{path}: not a sidecar of a trace ({size} bytes)")
         facts = read_json(path)

@@ -10,7 +10,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from haiprof.base.errors import RunFormatError
+from haiprof.base.errors import RunFormatError, convert_os_errors
 from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.schema import FORMAT_NAME, SCHEMA_VERSION
 
@@ -57,30 +57,27 @@ class RecordFile:
 
 def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> RecordFile:
     """Reads a `.rec` file; a torn tail is cut at the last whole record and noted."""
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            start = file.readline(_HEADER_LIMIT_BYTES)
-            if not start.endswith(b"\n"):
-                raise RunFormatError(f"{path}: no complete header line: {_shape(start, size)}")
-            text = start[:-1]
-            try:
-                header = json.loads(text)
-            except (ValueError, RecursionError):
-                header = None
-            if not isinstance(header, dict) or header.get("format") != FORMAT_NAME:
-                raise RunFormatError(f"{path}: not a haiprof record file: {_shape(text)}")
-            check_version(path, header.get("version"))
-            if not is_consistent(header):
-                raise RunFormatError(f"{path}: damaged header: {_shape(text)}")
-            length = header["record_bytes"]
-            count, torn = divmod(max(size - len(start), 0), length)
-            place = min(max(count + first, 0) if first < 0 else first, count)
-            wanted = count - place if limit is None else min(limit, count - place)
-            file.seek(len(start) + place * length)
-            body = file.read(wanted * length)
-    except OSError as error:
-        raise RunFormatError(f"{path}: {error.strerror or error}") from None
+    with convert_os_errors(RunFormatError, str(path)), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.readline(_HEADER_LIMIT_BYTES)
+        if not start.endswith(b"\n"):
+            raise RunFormatError(f"{path}: no complete header line: {_shape(start, size)}")
+        text = start[:-1]
+        try:
+            header = json.loads(text)
+        except (ValueError, RecursionError):
+            header = None
+        if not isinstance(header, dict) or header.get("format") != FORMAT_NAME:
+            raise RunFormatError(f"{path}: not a haiprof record file: {_shape(text)}")
+        check_version(path, header.get("version"))
+        if not is_consistent(header):
+            raise RunFormatError(f"{path}: damaged header: {_shape(text)}")
+        length = header["record_bytes"]
+        count, torn = divmod(max(size - len(start), 0), length)
+        place = min(max(count + first, 0) if first < 0 else first, count)
+        wanted = count - place if limit is None else min(limit, count - place)
+        file.seek(len(start) + place * length)
+        body = file.read(wanted * length)
     columns = tuple((str(n), str(t), str(u), str(k)) for n, t, u, k in header["columns"])
     body = body[: len(body) - len(body) % length]
     notes = (f"{path}: cut {torn} bytes of a torn last record",) if torn and not first else ()
@@ -159,12 +156,9 @@ def check_version(path: Path, version: object) -> None:
 
 
 def _read_bytes(path: Path, first: int = 0) -> bytes:
-    try:
-        with open_regular(path) as file:
-            file.seek(first)
-            return file.read()
-    except OSError as error:
-        raise RunFormatError(f"{path}: {error.strerror or error}") from None
+    with convert_os_errors(RunFormatError, str(path)), open_regular(path) as file:
+        file.seek(first)
+        return file.read()
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.errors import HaiprofError
+from haiprof.base.errors import HaiprofError, convert_os_errors
 from haiprof.base.ledger import position_words
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.base.units import digits_text, duration_text, ratio_text, visible
@@ -390,15 +390,11 @@ _SVG_FORMAT = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags
 
 def save_verdict(verdict: Verdict, header: RunHeader, run: RunPaths) -> None:
     """Writes report/verdict.json and report/verdict.txt."""
-    try:
+    with convert_os_errors(HaiprofError, f"{run.report}: the verdict cannot be saved"):
         make_folder(run.report, below=run.root)
         write_json(run.verdict_json, as_document(verdict), below=run.root)
         text = view_text(verdict_card(verdict, header, everything=True))
         write_file(run.verdict_text, text.encode(), below=run.root)
-    except OSError as error:
-        raise HaiprofError(
-            f"{run.report}: the verdict cannot be saved: {error.strerror or error}"
-        ) from None
 
 
 def save_card_svg(verdict: Verdict, header: RunHeader, path: Path) -> Path:

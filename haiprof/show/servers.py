@@ -20,7 +20,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from haiprof.base import local_http
-from haiprof.base.errors import HaiprofError, MissingDataError, MissingExtraError, UsageError
+from haiprof.base.errors import (
+    HaiprofError,
+    MissingDataError,
+    MissingExtraError,
+    UsageError,
+    convert_os_errors,
+)
 from haiprof.base.stop_signal import stop_event
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.files import files_by_window
@@ -147,11 +153,8 @@ def serve_perfetto(
 @contextlib.contextmanager
 def perfetto_served(trace: Path, viewer: Path, *, port: int) -> Iterator[Serving]:
     """Serves the UI with the trace on the loopback address until the end of the block."""
-    try:
-        with trace.open("rb"):
-            pass
-    except OSError as error:
-        raise HaiprofError(f"{trace}: {error.strerror or error}") from None
+    with convert_os_errors(HaiprofError, str(trace)):
+        trace.open("rb").close()
     number = free_port(_HOST, port)
     access = new_access(_HOST, number)
     handler = partial(_Handler, viewer=viewer, trace=trace, access=access)

@@ -19,7 +19,7 @@ from typing import IO, Any
 import msgspec
 import polars as pl
 
-from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.errors import HaiprofError, UsageError, convert_os_errors
 from haiprof.base.safe_files import named_file
 from haiprof.run_format.phase_ranges import is_phase
 from haiprof.trace_format.find import MERGED_KEY
@@ -321,16 +321,12 @@ def packed_file(path: Path) -> Iterator[Sink]:
             yield sink
         sys.stdout.buffer.flush()
         return
-    try:
-        with ExitStack() as files:
-            file: Any = files.enter_context(named_file(path))
-            if path.name.endswith(".gz"):
-                file = files.enter_context(gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0))
-            yield files.enter_context(closing(Sink(file)))
-    except OSError as error:
-        raise HaiprofError(
-            f"{path}: {error.strerror or error}", hint="name a file that can be written: -o FILE"
-        ) from None
+    hint = "name a file that can be written: -o FILE"
+    with convert_os_errors(HaiprofError, str(path), hint=hint), ExitStack() as files:
+        file: Any = files.enter_context(named_file(path))
+        if path.name.endswith(".gz"):
+            file = files.enter_context(gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0))
+        yield files.enter_context(closing(Sink(file)))
 
 
 def check_target(path: Path, inputs: list[Path], *, force: bool) -> None:

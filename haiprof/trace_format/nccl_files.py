@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 import polars as pl
 
-from haiprof.base.errors import TraceFormatError
+from haiprof.base.errors import TraceFormatError, convert_os_errors
 from haiprof.base.units import bytes_text
 from haiprof.trace_format.execution import JsonError
 
@@ -93,16 +93,16 @@ def read_nccl_file(path: Path, *, limit_bytes: int = LIMIT_BYTES) -> NcclFile:
 
 def _read_end(path: Path, limit_bytes: int) -> tuple[bytes, bool, int]:
     """The last whole lines, whether others were left out, and when the file was changed."""
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise TraceFormatError(f"{path}: not a regular file")
-            skipped = max(found.st_size - limit_bytes, 0)
-            file.seek(skipped)
-            content = file.read(limit_bytes)
-    except OSError as error:
-        raise TraceFormatError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with (
+        convert_os_errors(TraceFormatError, f"{path}: cannot be read"),
+        os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file,
+    ):
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise TraceFormatError(f"{path}: not a regular file")
+        skipped = max(found.st_size - limit_bytes, 0)
+        file.seek(skipped)
+        content = file.read(limit_bytes)
     content = content.partition(b"\n")[2] if skipped else content
     return content, skipped > 0, found.st_mtime_ns
 

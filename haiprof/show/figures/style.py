@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from haiprof.base.errors import UsageError
+from haiprof.base.errors import UsageError, convert_os_errors
 from haiprof.base.safe_files import named_file, whole_file
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 
@@ -96,9 +96,7 @@ CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False}
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> Path:
     """Writes a file."""
-    try:
-        with named_file(path) if below is None else whole_file(path, below=below) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+    target = named_file(path) if below is None else whole_file(path, below=below)
+    with convert_os_errors(UsageError, f"{path}: cannot be written"), target as file:
+        file.write(text.encode())
     return path

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from haiprof.base.errors import HaiprofError
+from haiprof.base.errors import HaiprofError, convert_os_errors
 from haiprof.base.safe_files import whole_file
 from haiprof.trace_format.kineto.events import ARGUMENTS, HEADS, JSON_KEYS, TEXTS, WHOLE, Decoder
 from haiprof.trace_format.kineto.text import BOUNDARY, Element, Found, TraceText, element, scrub
@@ -207,22 +207,18 @@ _ARGS: msgspec.json.Decoder[dict[str, msgspec.Raw] | None] = msgspec.json.Decode
 def write_copy(target: Path, text: TraceText, pieces: Iterable[bytes], *, mark: str = "{") -> None:
     """Writes a trace anew, whole or not at all: pieces of events, then its metadata."""
     separator = f'{mark}"traceEvents": [\n'.encode()
-    try:
-        with (
-            whole_file(target, below=target.parent) as packed,
-            gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
-        ):
-            for piece in pieces:
-                file.write(separator)
-                file.write(piece)
-                separator = b",\n"
-            file.write(b"" if separator == b",\n" else separator)
-            rest = json.dumps(text.metadata)[1:].encode()
-            file.write(b"\n]" + (b", " if text.metadata else b"") + rest)
-    except OSError as error:
-        raise HaiprofError(
-            f"{target}: {error.strerror or error}", hint="name a folder that can be written"
-        ) from None
+    with (
+        convert_os_errors(HaiprofError, str(target), hint="name a folder that can be written"),
+        whole_file(target, below=target.parent) as packed,
+        gzip.GzipFile("", "wb", _GZIP_LEVEL, packed) as file,
+    ):
+        for piece in pieces:
+            file.write(separator)
+            file.write(piece)
+            separator = b",\n"
+        file.write(b"" if separator == b",\n" else separator)
+        rest = json.dumps(text.metadata)[1:].encode()
+        file.write(b"\n]" + (b", " if text.metadata else b"") + rest)
 
 
 def add_marks(
