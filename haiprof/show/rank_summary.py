@@ -125,7 +125,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
         rank=rank,
         attempt=attempt,
         other_attempts=tuple(
-            sorted(a for a in ranks.filter(pl.col("rank") == rank)["attempt"] if a != attempt)
+            ranks.filter(pl.col("rank") == rank, pl.col("attempt") != attempt)["attempt"].sort()
         ),
         about=about,
         step_count=about["step_count"] or steps.height,
@@ -203,8 +203,7 @@ def _last_attempt(ranks: pl.DataFrame, rank: int) -> dict[str, Any]:
 
 def _phase_stat(steps: pl.DataFrame, phase: str, split: Mapping[str, float | None]) -> PhaseStat:
     times = steps[f"{phase}_host_ns"]
-    total = sum(ns or 0.0 for ns in split.values())
-    mine = split[phase]
+    mine, total = split[phase], sum(ns or 0.0 for ns in split.values())
     return PhaseStat(
         phase=phase,
         median_ns=number(times.median()),

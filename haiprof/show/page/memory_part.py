@@ -170,9 +170,9 @@ def _peaks(analyzer: RunFrames, judged: SeriesReader, start_ns: int) -> list[_Pe
         if each.owner[1] is not None
     )
     tops = sorted(own, key=lambda each: -each.values.max())[:_RANK_LIMIT]
-    if not tops:
-        return []
     ranks = [each.owner[1] for each in tops if each.owner[1] is not None]
+    if not ranks:
+        return []
     steps, spans = analyzer.steps(), analyzer.phases(ranks)
     peaks = (_peak(each, steps, spans, start_ns) for each in tops)
     return sorted(peaks, key=lambda peak: peak.rank)
@@ -261,8 +261,7 @@ def _missing(
     for title, name in (("processes", "memory of ranks"), ("node", "memory of nodes")):
         if title in missing:
             yield name, missing[title]
-    devices = analyzer.ranks()["device"].drop_nulls()
-    on_gpu = bool(devices.str.contains("cuda").any()) if len(devices) else False
+    on_gpu = any("cuda" in device for device in analyzer.ranks()["device"].drop_nulls())
     if not levels:
         why = "no step was read of its allocator" if on_gpu else "no rank trained on a GPU"
         yield "GPU memory", why

@@ -21,7 +21,7 @@ from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_json
 from haiprof.show.figures.style import PHASES
 from haiprof.show.frame_table import Fields, PageTable, heads, page_records, page_table
-from haiprof.show.summary import OverviewSummary, RankSummary, rank_name
+from haiprof.show.summary import OverviewSummary, rank_name
 from haiprof.show.text import moment_text, printable
 from haiprof.show.trace_pictures import all_pictures
 from haiprof.show.views.functions import TITLES
@@ -54,16 +54,12 @@ _NODES: Fields = (
 )  # fmt: skip
 
 
-def _phase_field(phase: str) -> Callable[[RankSummary], str]:
-    return lambda rank: duration_text(rank.split_ns.get(phase))
-
-
 _RANKS: Fields = (
     (rank_name, "rank"), (lambda rank: printable(rank.host or MISSING), "host"),
     (lambda rank: printable(rank.device or MISSING), "device"), ("step_count", "steps"),
     ("mean_step_ns", "mean step"), ("median_step_ns", "median step"),
-    *((_phase_field(phase), phase) for phase in PHASES), ("cpu_cores", "CPU cores"),
-    ("memory_rss_bytes", "memory"), ("read_bytes_per_s", "read"),
+    *((lambda rank, of=phase: duration_text(rank.split_ns.get(of)), phase) for phase in PHASES),
+    ("cpu_cores", "CPU cores"), ("memory_rss_bytes", "memory"), ("read_bytes_per_s", "read"),
 )  # fmt: skip
 _RANK_GPUS: Fields = (("gpu_utilization_ratio", "GPU"), ("gpu_memory_used_bytes", "GPU memory"))
 """Columns that are left out where no rank has a value."""
@@ -91,9 +87,8 @@ def phase_table(steps: pl.DataFrame) -> PageTable:
         if times.count() or device.count():
             rows.append((phase, *map(duration_text, known)))
     shown = len(head) - all(row[-1] == MISSING for row in rows)
-    return PageTable(
-        "Times of phases", head[:shown], [row[:shown] for row in rows], left=("phase",)
-    )
+    cut = [row[:shown] for row in rows]
+    return PageTable("Times of phases", head[:shown], cut, left=("phase",))
 
 
 def slow_table(steps: pl.DataFrame) -> PageTable:

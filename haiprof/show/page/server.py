@@ -24,7 +24,7 @@ from haiprof.show import servers
 from haiprof.show.page.content import PageContent, page_content, time_start_ns
 from haiprof.show.page.counter_data import json_for_script, step_data
 from haiprof.show.page.render import page_js, plotly_js, served_html, static_text
-from haiprof.show.run_header import RUNNING, last_write_ns, manifest_or_none, run_header
+from haiprof.show.run_header import last_write_ns, manifest_or_none, run_header
 from haiprof.show.text import moment_text, printable
 from haiprof.trace_analysis.step_time import with_range_lanes
 
@@ -96,17 +96,17 @@ class CachedPage:
     def status(self) -> dict[str, Any]:
         """Whether the job runs, has written since the page was made, and one is due; cheap."""
         header = run_header(self._run, manifest_or_none(self._run))
-        read = self._held
+        read, is_due = self._held, False
         changed = read is not None and self._has_news(read)
-        pause_s = max(_PAUSE_S, read.cost_s / _COST_RATIO) if read is not None else 0.0
-        running = header.state == RUNNING
-        since = f" for {duration_text(header.duration_ns)}" if running else ""
+        if read is not None and changed:
+            pause_s = max(_PAUSE_S, read.cost_s / _COST_RATIO)
+            age_ns = time.time_ns() - read.time_ns
+            is_due = not header.is_running or age_ns > pause_s * NS_PER_S
+        since = f" for {duration_text(header.duration_ns)}" if header.is_running else ""
         return {
             "state": header.state,
             "changed": changed,
-            "due": changed
-            and read is not None
-            and (not running or time.time_ns() - read.time_ns > pause_s * NS_PER_S),
+            "due": is_due,
             "text": f"job {header.outcome}{since}",
             "read": moment_text(read.time_ns)[-8:] if read is not None else None,
         }

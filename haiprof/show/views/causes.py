@@ -36,8 +36,7 @@ def critical_path_view(path: CriticalPath) -> RenderableType:
     count = path.dependency_count
     links = f"{count} cross-thread {'dependency' if count == 1 else 'dependencies'}"
     summary = f"{links} ({path.assumed_count} inferred) · confidence: {path.confidence}"
-    causes = path.summary().filter(pl.col("duration_ns") > 0)
-    causes = causes.sort("duration_ns", descending=True)
+    causes = path.summary().filter(pl.col("duration_ns") > 0).sort("duration_ns", descending=True)
     names = path.top(12).with_columns(pl.col("name").fill_null(_OUTSIDE))
     return Group(
         Text(f"{path.window}, {duration_text(path.length_ns)}", style="bold"),
@@ -50,14 +49,10 @@ def critical_path_view(path: CriticalPath) -> RenderableType:
 
 def critical_path_data(path: CriticalPath) -> dict[str, Any]:
     """The same as JSON, with every segment."""
+    names = ("window", "start_ns", "end_ns", "confidence", "dependency_count", "assumed_count",
+             "caveats")  # fmt: skip
     return {
-        "window": path.window,
-        "start_ns": path.start_ns,
-        "end_ns": path.end_ns,
-        "confidence": path.confidence,
-        "dependency_count": path.dependency_count,
-        "assumed_count": path.assumed_count,
-        "caveats": list(path.caveats),
+        **{name: getattr(path, name) for name in names},
         "summary": path.summary().to_dicts(),
         "segments": path.segments().to_dicts(),
     }
@@ -230,27 +225,24 @@ def job_row(path: Path) -> dict[str, Any]:
 def job_view(jobs: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
     """The view of such jobs."""
     for row in jobs:
-        yield from _job_parts(row)
-
-
-def _job_parts(row: Mapping[str, Any]) -> Iterator[RenderableType]:
-    name = Path(row["path"]).name
-    measured, replayed = row["measured_step_ns"], row["reproduced_step_ns"]
-    yield Text(
-        f"{name}: step {duration_text(measured)} measured, {duration_text(replayed)} "
-        f"replayed ({_sign_text(row['error_ratio'])}), {duration_text(row['ideal_step_ns'])} "
-        "without stragglers",
-        style="bold",
-    )
-    totals = [(name, MISSING if row[key] is None else f"{row[key]:.4f}") for key, name in _TOTALS]
-    shown = pl.DataFrame(totals, schema=["name", "value"], orient="row")
-    yield section("Stragglers", *frame_table(shown, (("name", ""), ("value", "")), limit=3))
-    for column, title in _GROUPS.items():
-        found = pl.DataFrame(row[f"by_{column}"]).with_columns(name=pl.col(column).cast(pl.String))
-        slower = found.with_columns(over_ratio=pl.col("slowdown_ratio") - 1)
-        columns = (("name", title), ("over_ratio", "slower by"))
-        yield section(f"Slowdown by {title} alone", *frame_table(slower, columns, limit=5))
-    yield Text()
+        name = Path(row["path"]).name
+        measured, replayed = row["measured_step_ns"], row["reproduced_step_ns"]
+        yield Text(
+            f"{name}: step {duration_text(measured)} measured, {duration_text(replayed)} "
+            f"replayed ({_sign_text(row['error_ratio'])}), {duration_text(row['ideal_step_ns'])} "
+            "without stragglers",
+            style="bold",
+        )
+        totals = [(of, MISSING if row[key] is None else f"{row[key]:.4f}") for key, of in _TOTALS]
+        shown = pl.DataFrame(totals, schema=["name", "value"], orient="row")
+        yield section("Stragglers", *frame_table(shown, (("name", ""), ("value", "")), limit=3))
+        for column, title in _GROUPS.items():
+            slower = pl.DataFrame(row[f"by_{column}"]).with_columns(
+                name=pl.col(column).cast(pl.String), over_ratio=pl.col("slowdown_ratio") - 1
+            )
+            columns = (("name", title), ("over_ratio", "slower by"))
+            yield section(f"Slowdown by {title} alone", *frame_table(slower, columns, limit=5))
+        yield Text()
 
 
 def _notes(common: dict[str, Any], found: pl.DataFrame) -> Iterator[str]:

@@ -66,7 +66,15 @@ def death_block(verdict: Verdict) -> RenderableType:
     if death.source:
         place = f"{death.line}:  " if death.line else ""
         parts.append(_indent(Text(printable(place + death.source), style="bold")))
-    parts.append(_indent(_fate_table(death)))
+    fates = Table.grid(padding=(0, 2, 0, 0))
+    for style in ("bold", "dim", ""):
+        fates.add_column(style=style, no_wrap=style == "bold", overflow="fold")
+    rows = list(grouped_fates(death))
+    for who, role, text in rows[:SHOWN_FATES]:
+        fates.add_row(who, role, printable(text))
+    if len(rows) > SHOWN_FATES:
+        fates.add_row("", "", f"and {len(rows) - SHOWN_FATES} more, in --json")
+    parts.append(_indent(fates))
     parts += [_indent(Text(line, style="dim")) for line in _death_lines(verdict)]
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(Text("  do:", style="bold green"), Text(death.remedy))
@@ -93,18 +101,6 @@ def advice_view(advice: Advice | None) -> RenderableType:
 
 def _indent(part: RenderableType) -> RenderableType:
     return Padding(part, (0, 0, 0, 2))
-
-
-def _fate_table(death: Death) -> Table:
-    rows = Table.grid(padding=(0, 2, 0, 0))
-    for style in ("bold", "dim", ""):
-        rows.add_column(style=style, no_wrap=style == "bold", overflow="fold")
-    shown = list(grouped_fates(death))
-    for who, role, text in shown[:SHOWN_FATES]:
-        rows.add_row(who, role, printable(text))
-    if len(shown) > SHOWN_FATES:
-        rows.add_row("", "", f"and {len(shown) - SHOWN_FATES} more, in --json")
-    return rows
 
 
 def grouped_fates(death: Death) -> Iterator[tuple[str, str, str]]:
@@ -239,10 +235,8 @@ def account_text(name: str) -> str:
 
 def fate_text(start: Start) -> str:
     """`, 3 of them lost`: what became of a start's steps; empty where all of them counted."""
-    parts = [f"{start.lost_steps} of them lost"] if start.lost_steps else []
-    if start.uncertain_steps:
-        parts.append(f"{start.uncertain_steps} of them may be lost")
-    return "".join(f", {part}" for part in parts)
+    counts = ((start.lost_steps, "lost"), (start.uncertain_steps, "may be lost"))
+    return "".join(f", {count} of them {became}" for count, became in counts if count)
 
 
 def goodput_text(found: Goodput) -> str:
@@ -333,11 +327,9 @@ def goodput_view(found: Goodput, *, joined: str) -> RenderableType:
 
 def _run_rows(starts: Sequence[Start]) -> Iterator[tuple[str, str]]:
     """Which starts were of which run."""
-    numbered = enumerate(starts, start=1)
-    for run, group in itertools.groupby(numbered, key=lambda each: each[1].run):
-        places = [place for place, _ in group]
-        last = f" to {places[-1]}" if len(places) > 1 else ""
-        yield f"start {places[0]}{last}", printable(run)
+    for run, group in itertools.groupby(enumerate(starts, start=1), key=lambda each: each[1].run):
+        first, *others = (place for place, _ in group)
+        yield f"start {first}{f' to {others[-1]}' if others else ''}", printable(run)
 
 
 def _notes(found: Goodput, joined: str) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -33,7 +34,8 @@ def jobs_view(jobs: Sequence[JobNow], *, colored: bool = False) -> RenderableTyp
         (
             str(job.pid),
             duration_text(job.elapsed_ns),
-            _ranks(job),
+            _count_text(job.rank_count, job.world_size)
+            + (f" on {len(job.hosts)} nodes" if len(job.hosts) > 1 else ""),
             MISSING if job.step is None else str(job.step + 1),
             duration_text(job.step_ns),
             split_text(job.split, width=_WIDE_BAR, colored=colored),
@@ -50,19 +52,13 @@ def jobs_view(jobs: Sequence[JobNow], *, colored: bool = False) -> RenderableTyp
         left=("split", *users, "id"),
         first_to_go=("cpu", "ranks", "gpu", "for", "split"),
     )
-    words = [
-        Text(f"{printable(j.name)}: {printable(j.problem)}", style="dim") for j in jobs if j.problem
-    ]
-    words += [
-        Text(f"{printable(job.name)}: {printable(job.verdict)}") for job in jobs if job.verdict
-    ]
-    stalls = (f"{printable(job.name)}: {said}" for job in jobs if (said := _stall(job)) is not None)
-    return Group(table, *words, *(Text(text, style="yellow") for text in stalls))
-
-
-def _ranks(job: JobNow) -> str:
-    count = _count_text(job.rank_count, job.world_size)
-    return count if len(job.hosts) < 2 else f"{count} on {len(job.hosts)} nodes"
+    notes = [
+        Text(f"{printable(job.name)}: {printable(said)}", style=style)
+        for style, say in (("dim", attrgetter("problem")), ("", attrgetter("verdict")),
+                           ("yellow", _stall))
+        for job in jobs if (said := say(job))
+    ]  # fmt: skip
+    return Group(table, *notes)
 
 
 def _count_text(ranks: int, world_size: int | None) -> str:
@@ -216,7 +212,11 @@ def _head(job: JobNow, colored: bool) -> list[RenderableType]:
     summary += f"GPU {ratio_text(job.gpu_ratio)}"
     verdict = Text(printable(job.verdict or "no verdict yet"))
     verdict.stylize("bold" if job.verdict else "dim")
-    legend = _legend(job.split, colored)
+    legend = Text(overflow="fold")
+    for phase in PHASES:
+        if job.split.get(phase) is not None:
+            legend.append(filling(phase, colored=colored), style=PHASE_COLORS.get(phase, ""))
+            legend.append(f" {phase} {ratio_text(job.split[phase])} ")
     return [title, Text(summary), *([legend] if legend else []), verdict, *_warnings(job)]
 
 
@@ -264,16 +264,10 @@ def _top_ranks(
             *([] if narrow else [split_text(rank.split, width=_BAR, colored=colored)]),
             _number(rank.counters.get("cpu_cores")),
             ratio_text(rank.counters.get("utilization_ratio")),
-            _last(rank),
+            "stopped" if rank.stopped else "stalled" if is_stalled(rank) else _line(rank.times_ns),
             style="reverse" if at == selection.rank else "",
         )
     return table
-
-
-def _last(rank: RankNow) -> str:
-    if rank.stopped:
-        return "stopped"
-    return "stalled" if is_stalled(rank) else _line(rank.times_ns)
 
 
 def _rank(rank: RankNow, *, width: int, colored: bool) -> list[RenderableType]:
@@ -318,12 +312,3 @@ def _number(value: float | None) -> str:
 
 def _line(times_ns: Sequence[int]) -> str:
     return sparkline(times_ns[-_LINE:])
-
-
-def _legend(split: dict[str, float | None], colored: bool) -> Text:
-    line = Text(overflow="fold")
-    for phase in PHASES:
-        if split.get(phase) is not None:
-            line.append(filling(phase, colored=colored), style=PHASE_COLORS.get(phase, ""))
-            line.append(f" {phase} {ratio_text(split[phase])} ")
-    return line

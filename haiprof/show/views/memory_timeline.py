@@ -273,12 +273,8 @@ def _lines(timeline: pl.DataFrame) -> RenderableType:
         for column in totals or ["since_start_bytes"]:
             values = _buckets(own, column)
             top = max(value for value in values if value is not None)
-            table.add_row(
-                title,
-                column.removesuffix("_bytes").replace("_", " "),
-                Sparkline(values, top=top, color=SKY),
-                bytes_text(top),
-            )
+            what = column.removesuffix("_bytes").replace("_", " ")
+            table.add_row(title, what, Sparkline(values, top=top, color=SKY), bytes_text(top))
             title = ""
     return table
 
@@ -298,8 +294,5 @@ def _buckets(own: pl.DataFrame, column: str) -> list[float | None]:
 
 def _device(key: tuple[object, ...]) -> str:
     rank, kind, number = key
-    return (
-        ("" if rank is None else f"rank {rank}, ")
-        + str(kind)
-        + ("" if number is None else f" {number}")
-    )
+    device = str(kind) if number is None else f"{kind} {number}"
+    return device if rank is None else f"rank {rank}, {device}"

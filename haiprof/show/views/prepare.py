@@ -39,14 +39,13 @@ def doctor_view(
     every_row: bool,
 ) -> RenderableType:
     """The whole view."""
-    missing, here = _missing(counters), _available(counters)
-    parts = [_every_counter(counters)] if every_row else [*missing, *here]
+    parts = [*_missing(counters), *_available(counters)]
     denied = [each for each in permissions if each.status != "available"]
     allowed = [each for each in permissions if each.status == "available"]
     return Group(
         _head(node, counters),
         *_permissions("Permissions denied or absent", denied),
-        *parts,
+        *([_every_counter(counters)] if every_row else parts),
         *_tools(tools),
         *_permissions("Permissions", allowed),
     )
@@ -54,8 +53,9 @@ def doctor_view(
 
 def _head(node: Software, counters: Sequence[CounterState]) -> RenderableType:
     sources = list(dict.fromkeys(c.source for c in counters if c.status == "available"))
-    title = Text(node.host, style="bold")
-    title.append(f"  sources that can be read: {', '.join(sources) or 'none'}")
+    title = Text.assemble(
+        (node.host, "bold"), f"  sources that can be read: {', '.join(sources) or 'none'}"
+    )
     summary = [node.kernel, f"cgroup {node.cgroup or MISSING}", f"Python {node.python}"]
     summary.append(f"torch {node.torch}" if node.torch else "no torch in this Python")
     if node.nvidia_driver:
@@ -280,7 +280,8 @@ def loader_trials_view(trials: Sequence[LoaderTrial]) -> RenderableType:
         cells = (MISSING, MISSING, MISSING)
         if trial.steps_per_s is not None and trial.low is not None and trial.high is not None:
             interval = f"{digits_text(trial.low)} to {digits_text(trial.high)}"
-            is_noise = trial is not given and _overlap(trial, given)
+            reach = given.low or 0.0, given.high or 0.0
+            is_noise = trial is not given and trial.low <= reach[1] and reach[0] <= trial.high
             times = "within the noise" if is_noise else f"x{_times(trial, given)}"
             cells = digits_text(trial.steps_per_s), interval, times
         table.add_row(_name(trial), *cells)
@@ -306,19 +307,12 @@ def _join_repeat(trials: Sequence[LoaderTrial]) -> list[LoaderTrial]:
     own = (str(given.workers), given.persistent)
     for again in others:
         if (again.loader, again.persistent) == own and again.steps_per_s is not None:
-            rates = [each.steps_per_s or 0.0 for each in (given, again)]
-            ends = [each.low or 0.0 for each in (given, again)]
-            ends += [each.high or 0.0 for each in (given, again)]
+            both = [given, again]
+            mean = sum(each.steps_per_s or 0.0 for each in both) / 2
+            ends = [end or 0.0 for each in both for end in (each.low, each.high)]
             others.remove(again)
-            return [
-                replace(given, steps_per_s=sum(rates) / 2, low=min(ends), high=max(ends)),
-                *others,
-            ]
+            return [replace(given, steps_per_s=mean, low=min(ends), high=max(ends)), *others]
     return list(trials)
-
-
-def _overlap(one: LoaderTrial, given: LoaderTrial) -> bool:
-    return (one.low or 0.0) <= (given.high or 0.0) and (given.low or 0.0) <= (one.high or 0.0)
 
 
 def trials_headline(trials: Sequence[LoaderTrial]) -> str:

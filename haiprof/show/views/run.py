@@ -29,7 +29,7 @@ from haiprof.show.card import work_text
 from haiprof.show.figures.style import PHASES
 from haiprof.show.frame_table import Fields, heads, record_table
 from haiprof.show.rank_summary import OneRankSummary, SlowStep
-from haiprof.show.series import Series, fold_series
+from haiprof.show.series import fold_series
 from haiprof.show.summary import NodeSummary, OverviewSummary, RankSummary, Split, rank_name
 from haiprof.show.terminal import PHASE_OF, PhaseMark, SplitBar, SplitLegend, phase_heading
 from haiprof.show.text import PHASE_TITLES, count_text, printable, share_text, steps_text
@@ -68,9 +68,7 @@ def setting_rows(settings: RankSettings) -> list[tuple[str, str]]:
         rows.append(("optimizer", f"{optimizer.name}: {tensors}, {how}"))
     rows.append(("precision", _precision_text(settings)))
     rows.append(("cores", ", ".join(_core_parts(settings))))
-    switches = ", ".join(_switch_parts(settings))
-    if switches:
-        rows.append(("switched on", switches))
+    rows.append(("switched on", ", ".join(_switch_parts(settings))))
     off = [n for n in ("mkldnn", "cudnn_enabled") if settings.flags.get(n) is False]
     rows += [("switched off", name.removesuffix("_enabled")) for name in off]
     rows.append(("collector", ", ".join(_collector_parts(settings))))
@@ -180,8 +178,7 @@ def shown_ranks(ranks: Sequence[RankSummary]) -> list[RankSummary]:
     """All ranks, or the slowest of many."""
     if len(ranks) <= SHOWN_RANKS:
         return list(ranks)
-    slowest = sorted(ranks, key=lambda rank: rank.mean_step_ns or 0.0, reverse=True)
-    return slowest[:SHOWN_RANKS]
+    return sorted(ranks, key=lambda rank: -(rank.mean_step_ns or 0.0))[:SHOWN_RANKS]
 
 
 def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]:
@@ -282,27 +279,21 @@ def rank_view(summary: OneRankSummary) -> RenderableType:
     """The terminal view of a rank."""
     counts = count_text(summary.step_count, "step")
     parts = [header_block(summary.run, counts=counts), Text(), _identity(summary)]
+    axis = {"window": summary.window, "begin": summary.span}
     if summary.step_count:
         parts += [
             section("Mean step", SplitBar(summary.split_ns), Text(_steps_line(summary))),
             section("Positions in the step", _positions(summary)),
-            section("Over time", _over_time(summary, summary.phase_series)),
+            section("Over time", series_block(summary.phase_series, **axis)),
             section("Slowest steps, without evaluation and checkpoints", _slowest(summary)),
         ]
     if summary.events:
         parts.append(section("Besides the phases", record_table(summary.events, _EVENTS)))
     if summary.settings is not None:
-        parts.append(
-            section(
-                "Settings",
-                label_table(
-                    ((name, visible(text)) for name, text in setting_rows(summary.settings)),
-                    first="dim",
-                ),
-            )
-        )
+        rows = ((name, visible(text)) for name, text in setting_rows(summary.settings))
+        parts.append(section("Settings", label_table(rows, first="dim")))
     if summary.counter_series:
-        parts.append(section("Counters", _over_time(summary, summary.counter_series)))
+        parts.append(section("Counters", series_block(summary.counter_series, **axis)))
     parts.append(missing_block(summary.missing))
     of_run = [note for note in summary.notes if not note.startswith("rank ")]
     notes = [*(summary.about.get("notes") or ()), *of_run]
@@ -322,10 +313,6 @@ def _identity(summary: OneRankSummary) -> Text:
     ]
     text.append("  " + " · ".join(fact for fact in words if fact), style="not bold dim")
     return text
-
-
-def _over_time(summary: OneRankSummary, series: Sequence[Series]) -> RenderableType:
-    return series_block(series, summary.window, begin=summary.span)
 
 
 def _steps_line(summary: OneRankSummary) -> str:
@@ -365,9 +352,8 @@ def _slowest(summary: OneRankSummary) -> RenderableType:
 
 
 def _excess(slow: SlowStep) -> str:
-    if not slow.longest_excess or not slow.longest_excess_ns or slow.longest_excess_ns <= 0:
-        return MISSING
-    return f"{slow.longest_excess} +{duration_text(slow.longest_excess_ns)}"
+    excess_ns = slow.longest_excess_ns or 0
+    return f"{slow.longest_excess} +{duration_text(excess_ns)}" if excess_ns > 0 else MISSING
 
 
 _EVENTS: Fields = (

@@ -131,19 +131,15 @@ def _kinds(checks: pl.DataFrame, title: str) -> Iterator[RenderableType]:
     parts: list[RenderableType] = []
     for key, rows in checks.group_by("check", maintain_order=True):
         parts.append(Text(str(key[0]).replace("_", " "), style="bold"))
-        parts += [_line(row) for row in rows.head(_TRACE_CHECK_LIMIT).iter_rows(named=True)]
+        for row in rows.head(_TRACE_CHECK_LIMIT).iter_rows(named=True):
+            of = "" if row["rank"] is None else f"rank {row['rank']}: "
+            said = f"  {of}{printable(str(row['text']))}; {printable(str(row['effect']))}"
+            parts.append(Text(said, overflow="fold"))
         if len(rows) > _TRACE_CHECK_LIMIT:
             parts.append(Text(f"  and {len(rows) - _TRACE_CHECK_LIMIT} more: --json", style="dim"))
         answers = rows["answers"].str.split(", ").explode().unique(maintain_order=True).to_list()
         parts.append(Text(f"  concerns {', '.join(map(str, answers))}", style="dim"))
     yield section(title, *parts)
-
-
-def _line(row: dict[str, object]) -> Text:
-    of = "" if row["rank"] is None else f"rank {row['rank']}: "
-    return Text(
-        f"  {of}{printable(str(row['text']))}; {printable(str(row['effect']))}", overflow="fold"
-    )
 
 
 _LAST_COLUMNS = heads(group_name="group", rank="rank", kind="collective", sequence="number",
