@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
+import itertools
 import os
 import re
 import textwrap
@@ -285,17 +285,13 @@ def _row(each: Parameter) -> tuple[str, str]:
 def _paragraphs(docstring: str, width: int) -> str:
     """Lines of a paragraph are joined, examples stand below each other."""
     found: list[str] = []
-    was_example = False
-    for paragraph in inspect.cleandoc(docstring).split("\n\n"):
-        is_example = paragraph.startswith("  ")
-        lines = paragraph.splitlines()
-        text = "\n".join(_example(line, width) for line in lines) if is_example else \
-            wrap(" ".join(paragraph.split()), width)  # fmt: skip
-        if is_example and was_example:
-            found[-1] += f"\n{text}"
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    for is_example, group in itertools.groupby(paragraphs, lambda text: text.startswith("  ")):
+        if is_example:
+            lines = (line for paragraph in group for line in paragraph.splitlines())
+            found.append("\n".join(_example(line, width) for line in lines))
         else:
-            found.append(text)
-        was_example = is_example
+            found += [wrap(" ".join(paragraph.split()), width) for paragraph in group]
     return "\n\n".join(found)
 
 
@@ -314,19 +310,16 @@ def _example(line: str, width: int) -> str:
 
 def wrap(text: str, width: int, *, indent: int = 0) -> str:
     """Text in lines, all but the first indented."""
-    fill = functools.partial(textwrap.fill, break_on_hyphens=False)
-    return fill(text, width, subsequent_indent=" " * indent)
+    return textwrap.fill(text, width, break_on_hyphens=False, subsequent_indent=" " * indent)
 
 
 def table(rows: Sequence[tuple[str, str]], width: int, left: int = 0) -> str:
     """Words and what they mean, side by side, or below each other where that is too narrow."""
     left = left or min(_LEFT_LIMIT, max(len(words) for words, _ in rows) + 2)
-    lines = []
+    lines, has_room = [], width - left >= _LEAST_ROOM
+    indent = left + 2 if has_room else 6
     for words, meaning in rows:
-        beside = width - left >= _LEAST_ROOM and len(words) + 2 <= left
-        indent = left + 2 if width - left >= _LEAST_ROOM else 6
-        text = textwrap.indent(
-            textwrap.fill(meaning, width - indent, break_on_hyphens=False), " " * indent
-        )
+        text = textwrap.indent(wrap(meaning, width - indent), " " * indent)
+        beside = has_room and len(words) + 2 <= left
         lines.append(f"  {words:<{left}}{text.lstrip()}" if beside else f"  {words}\n{text}")
     return "".join(f"{line}\n" for line in lines)

@@ -124,8 +124,7 @@ def _ask_daemons(
     from haiprof.live.kineto_trace import GpuTrace, ask_daemons, check_answers, expand_hosts
 
     answers = ask_daemons(expand_hosts(hosts), port, question)
-    output.show(lambda _: "\n".join(map(_answer_text, answers)),
-                {"daemons": answers})  # fmt: skip
+    output.show(lambda _: "\n".join(map(_answer_text, answers)), {"daemons": answers})
     is_trace = isinstance(question, GpuTrace)
     if is_trace and not output.json:
         print_message("dynolog tells neither when a trace is written nor whose it is: the files "
@@ -169,9 +168,8 @@ def _tell_of_here(command: Wish, output: Output) -> None:
     from haiprof.live.kineto_trace import agents_here
 
     if command == "version":
-        output.show(
-            lambda _: f"haiprof {__version__}, in place of dynolog", {"haiprof": __version__}
-        )
+        said = f"haiprof {__version__}, in place of dynolog"
+        output.show(lambda _: said, {"haiprof": __version__})
         return
     if command != "status":
         raise UsageError(

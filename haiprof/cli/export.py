@@ -59,10 +59,8 @@ def export(
     if to not in TABLES:
         forms = second_words("export")
         near = nearest(to, forms)
-        raise UsageError(
-            f"--to: expected one of {', '.join(forms)}, got {to!r}",
-            hint=f"did you mean haiprof export --to {near}?" if near else "haiprof export --help",
-        )
+        hint = f"did you mean haiprof export --to {near}?" if near else "haiprof export --help"
+        raise UsageError(f"--to: expected one of {', '.join(forms)}, got {to!r}", hint=hint)
     if to == "parquet" and output is None:
         raise UsageError("parquet is not text: it needs a file", hint="-o FILE.parquet")
     if to not in _TABULAR and what != "counters":
@@ -131,14 +129,9 @@ def merge(
     if to_stdout and as_json:
         raise UsageError("merge: -o - and --json both write to standard output; give one")
     options = MergeOptions(
-        ranks=shared.parse_ranks(ranks),
-        steps=shared.parse_steps(steps),
-        window=window,
-        by_collectives=not wall_clocks,
-        counters=not no_counters,
-        phases=not no_phases,
-        force=force,
-    )
+        ranks=shared.parse_ranks(ranks), steps=shared.parse_steps(steps), window=window,
+        by_collectives=not wall_clocks, counters=not no_counters, phases=not no_phases, force=force,
+    )  # fmt: skip
     out = Output(json=as_json)
     one_pass = wall_clocks and steps is None
     with shared.ReadProgress(quiet=as_json or one_pass) as waiting:

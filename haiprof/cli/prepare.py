@@ -288,12 +288,7 @@ def _show_nodes(folder: Path, span_s: float, output: Output) -> None:
     since_ns = now_ns - round(span_s * 1e9)
     since_ns -= since_ns % step
     found = [read_node(n, since_ns=since_ns, until_ns=now_ns, step_ns=step) for n in nodes]
-    data = [
-        {name: getattr(each, name) for name in each.__dataclass_fields__}
-        | {"counters": each.counters.to_dicts()}
-        for each in found
-    ]
     output.show(
         lambda _: Group(*(node_view(each, step) for each in found)),
-        {"step_ns": step, "nodes": data},
+        {"step_ns": step, "nodes": found},
     )

@@ -121,8 +121,7 @@ def submit(
     if emit is not None:
         _emit(spec, emit, output)
         return
-    status = _submit(spec, on, folder, output, wait=wait)
-    if status:
+    if status := _submit(spec, on, folder, output, wait=wait):
         raise ExitStatus(status)
 
 
@@ -152,9 +151,8 @@ def _submit(spec: JobSpec, on: str, log_dir: Path, output: Output, *, wait: bool
         output.show(lambda _: "", result)
     if status is None:
         output.hint(f"next: haiprof ls --live; tail -f {shlex.quote(str(job.log))}")
-    output.hint(
-        f"{'' if status is not None else 'then: '}haiprof verdict {shlex.quote(str(job.target))}"
-    )
+    then = "then: " if status is None else ""
+    output.hint(f"{then}haiprof verdict {shlex.quote(str(job.target))}")
     return status or 0
 
 

@@ -95,15 +95,8 @@ def efficiency(
         whole = analysis.step_efficiency(chosen, peaks=peaks, formulas=own)
         operators = analysis.efficiency(chosen, peaks=peaks, formulas=own)
     faults = print_faults(output, analysis, "efficiency")
-    output.show(
-        lambda _: efficiency_view(whole, operators),
-        {
-            "path": str(traces),
-            "steps": whole.to_dicts(),
-            "operators": operators.to_dicts(),
-            "faults": faults,
-        },
-    )
+    data = {"path": str(traces), "steps": whole, "operators": operators, "faults": faults}
+    output.show(lambda _: efficiency_view(whole, operators), data)
 
 
 def critical_path(
@@ -313,9 +306,6 @@ def flight_recorder(
         ranks = list(dict.fromkeys(each.rank for each in named))
         data, view = {"findings": said, "ranks": ranks, **found.as_json()}, nccl_view(found)
     else:
-        last = found.last.to_dicts()
-        data, view = (
-            {"findings": found.findings, "ranks": found.ranks, "last": last},
-            flight_view(found),
-        )
+        data = {"findings": found.findings, "ranks": found.ranks, "last": found.last}
+        view = flight_view(found)
     Output(json=as_json).show(lambda _: view, data | {"notes": found.notes})

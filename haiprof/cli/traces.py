@@ -243,9 +243,8 @@ def functions(
     faults = print_faults(output, analysis, "kernels")
     found = function_reports(patterns, only)
     if hardware:
-        joined = hardware_by_function(
-            analysis, shared.open_target(traces), steps=chosen, geometry=geometry
-        )
+        run = shared.open_target(traces)
+        joined = hardware_by_function(analysis, run, steps=chosen, geometry=geometry)
         found = replace(found, hardware=joined)
     if csv is not None:
         from haiprof.compat.exports import write_tables
@@ -257,15 +256,10 @@ def functions(
         written = write_tables(tables, csv, force=force)
         output.hint(f"wrote {len(written)} tables to {csv}")
     output.show(lambda _: functions_view(found), found.as_json() | {"faults": faults})
-    answered = [
-        report.kind
-        for report in found.reports
-        if FUNCTIONS in report.tables and not report.tables[FUNCTIONS].is_empty()
-    ]
+    answered = [r.kind for r in found.reports if len(r.tables.get(FUNCTIONS, ()))]
     if only is None and answered:
-        output.hint(
-            f"next: haiprof trace functions {shlex.quote(str(traces))} --only {answered[0]}"
-        )
+        where = shlex.quote(str(traces))
+        output.hint(f"next: haiprof trace functions {where} --only {answered[0]}")
 
 
 def modules(
