@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from haiprof.api.frames import returning_frames, with_frames
-from haiprof.compat.hta import HTA_NAMES, HtaMethods
-from haiprof.compat.hta_source import HtaFiles, hta_source
+from haiprof.compat.hta import HTA_NAMES, HtaFiles, HtaMethods, hta_source
 from haiprof.trace_analysis.device_time import CONSECUTIVE_KERNEL_DELAY_NS, TOP_KERNELS, Steps
 from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTOFF_NS
 from haiprof.trace_analysis.pool import Pool
@@ -60,9 +59,9 @@ class TraceAnalysis(TraceQuestions):
         trace_files: HtaFiles | None = None,
         include_last_profiler_step: bool | None = None,
     ) -> None:
-        source = hta_source(path, trace_dir, trace_files, include_last_profiler_step)
-        super().__init__(source.path, pool=pool, window=window, named=source.named)
-        self._compat = "hta" if source.is_hta else compat
+        where, named = hta_source(path, trace_dir, trace_files, include_last_profiler_step)
+        super().__init__(where, pool=pool, window=window, named=named)
+        self._compat = compat if trace_dir is None and trace_files is None else "hta"
 
     if not TYPE_CHECKING:  # a type checker knows the methods of HtaMethods(analysis)
 

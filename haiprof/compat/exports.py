@@ -152,12 +152,9 @@ def step_batches(
         steps.select(columns).drop_nulls().group_by("rank", "attempt", maintain_order=True)
     ):
         host, process = run.processes.get((rank, attempt), ("", ()))
-        found: dict[str, str | int] = {
-            "service.name": "haiprof", "service.version": run.version, "host.name": host,
-            "haiprof.run": run.name, "haiprof.rank": int(str(rank)),
-        }  # fmt: skip
-        found |= {"process.pid": process[0]} if process else {}
-        resource = {name: value for name, value in found.items() if value != ""}
+        more = {"haiprof.rank": int(str(rank))} | ({"process.pid": process[0]} if process else {})
+        resource = {"attributes": _attributes(_node_resource(run, host) | more)}
+        scope = {"name": "haiprof", "version": run.version}
         for part in own.iter_slices(most):
             points = [
                 {"timeUnixNano": str(start + took), "asDouble": took / NS_PER_S}
@@ -166,10 +163,8 @@ def step_batches(
             metric = {"name": "haiprof.step.duration", "unit": "s",
                       "description": "how long a training step took, at its end",
                       "gauge": {"dataPoints": points}}  # fmt: skip
-            scope = {"name": "haiprof", "version": run.version}
-            whole = {"resource": {"attributes": _attributes(resource)},
-                     "scopeMetrics": [{"scope": scope, "metrics": [metric]}]}  # fmt: skip
-            yield _batch([_json(whole)], len(points))
+            metrics = [{"scope": scope, "metrics": [metric]}]
+            yield _batch([_json({"resource": resource, "scopeMetrics": metrics})], len(points))
 
 
 def _batch(resource_metrics: Iterable[str], count: int) -> Batch:
@@ -188,18 +183,19 @@ def _by_resource(series: Iterable[RawSeries]) -> dict[tuple[str, Key], list[RawS
 def _resource(
     run: RunIdentity, host: str, process: Key, series: Sequence[RawSeries]
 ) -> dict[str, str | int]:
-    found: dict[str, str | int | None] = {
-        "service.name": "haiprof",
-        "service.version": run.version,
-        "host.name": host,
-        "haiprof.run": run.name,
-    }
+    found = _node_resource(run, host)
     if process:
-        report = run.reports.get((host, process), {})
-        found["process.pid"] = process[0]
-        found["process.runtime.version"] = report.get("python")
-        found["haiprof.rank"] = series[0].rank
-    return {name: value for name, value in found.items() if value not in (None, "")}
+        python = run.reports.get((host, process), {}).get("python")
+        own = {"process.pid": process[0], "process.runtime.version": python,
+               "haiprof.rank": series[0].rank}  # fmt: skip
+        found |= {name: value for name, value in own.items() if value not in (None, "")}
+    return found
+
+
+def _node_resource(run: RunIdentity, host: str) -> dict[str, str | int]:
+    found = {"service.name": "haiprof", "service.version": run.version, "host.name": host,
+             "haiprof.run": run.name}  # fmt: skip
+    return {name: value for name, value in found.items() if value}
 
 
 def _resource_metrics(
@@ -244,20 +240,16 @@ def _points(meaning: Instrument, series: RawSeries) -> Iterator[dict[str, Any]]:
         point = {"attributes": attributes, "timeUnixNano": str(time_ns)}
         if meaning.kind != "gauge":
             point["startTimeUnixNano"] = str(start_ns)
-        if whole:
-            yield {**point, "asInt": str(value)}
-        else:
-            yield {**point, "asDouble": value / meaning.divisor}
+        number = {"asInt": str(value)} if whole else {"asDouble": value / meaning.divisor}
+        yield point | number
 
 
 def _attributes(attributes: Attributes) -> list[dict[str, Any]]:
     return [
-        {
-            "key": name,
-            "value": {"stringValue": value} if isinstance(value, str) else {"intValue": str(value)},
-        }
+        {"key": name,
+         "value": {"stringValue" if isinstance(value, str) else "intValue": str(value)}}
         for name, value in attributes.items()
-    ]
+    ]  # fmt: skip
 
 
 def _json(value: Any) -> str:  # noqa: ANN401 - any JSON value
@@ -354,11 +346,9 @@ def _run_name(run: RunFiles) -> str:
 def run_identity(run: RunFiles) -> RunIdentity:
     """What a run's resources are called."""
     version = run.manifest.haiprof_version if run.manifest is not None else ""
-    reports = {
-        (str(rank.report.get("host")), process_key(rank.report)): rank.report for rank in run.ranks
-    }
     processes: dict[tuple[object, object], tuple[str, Key]] = {
         (rank.rank, rank.attempt): (str(rank.report.get("host")), process_key(rank.report))
         for rank in run.ranks
     }
+    reports = {processes[rank.rank, rank.attempt]: rank.report for rank in run.ranks}
     return RunIdentity(name=_run_name(run), version=version, reports=reports, processes=processes)

@@ -7,6 +7,7 @@ a notebook alone, where HTA's users expect them; True elsewhere too, by plotly's
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from haiprof.trace_format.kineto.rank_trace import Trace
 if TYPE_CHECKING:
     from haiprof.trace_analysis.critical_path import CriticalPath
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+    from haiprof.trace_analysis.questions.base import NamedFiles
 
 _US = 1000
 _GB = 1e9
@@ -33,6 +35,10 @@ _SPREAD = {
     "count": "count", "mean": "mean", "std": "std", "min": "min",
     "q25": "25%", "q50": "50%", "q75": "75%", "max": "max",
 }  # fmt: skip
+
+HtaFiles = Mapping[int, str | Path] | Sequence[str | Path]
+"""Files by rank, or files that state their ranks."""
+_HINT = 'TraceAnalysis("traces/"), trace_dir="traces/" or trace_files={0: "rank0.json.gz"}'
 
 
 class HtaMethods:
@@ -222,11 +228,8 @@ class HtaMethods:
         if shortern_names:
             name = pl.col("s_name").map_elements(short_kernel_name, return_dtype=pl.String)
             found = found.with_columns(s_name=name)
-        return (
-            found.drop("rank")
-            if expand_names
-            else found.drop("rank", "s_name", "s_cat", "s_user_annotation")
-        )
+        names = () if expand_names else ("s_name", "s_cat", "s_user_annotation")
+        return found.drop("rank", *names)
 
     def get_queue_length_time_series(
         self, ranks: Sequence[int] | None = None
@@ -611,3 +614,46 @@ def _annotated_gpu(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         stream="stream", correlation="correlation",
         s_user_annotation=pl.col("annotation").cast(pl.String),
     )  # fmt: skip
+
+
+def hta_source(
+    path: str | Path | Mapping[int, str | Path] | None,
+    trace_dir: str | Path | None,
+    trace_files: HtaFiles | None,
+    include_last_profiler_step: bool | None,
+) -> tuple[Path, NamedFiles | None]:
+    """Where the traces are, and the files of it that are named; None takes what the path means.
+
+    One of three arguments names them; `trace_files` may lie in `trace_dir`.
+    """
+    if include_last_profiler_step is False:
+        raise UsageError(
+            "TraceAnalysis: include_last_profiler_step=False is not possible: no step is left out",
+            hint="haiprof.compat.hta.HtaMethods(analysis, steps=(first, last))",
+        )
+    if path is not None and (trace_dir is not None or trace_files is not None):
+        raise UsageError("TraceAnalysis: both path and HTA's arguments given", hint=_HINT)
+    files = path if isinstance(path, Mapping) else trace_files
+    given = trace_dir if path is None or isinstance(path, Mapping) else path
+    folder = None if given is None else Path(given)
+    if files is None and folder is not None:
+        return folder, None
+    if files is None:
+        raise UsageError("TraceAnalysis: no traces given", hint=_HINT)
+    if isinstance(files, str | Path) or not files:
+        raise UsageError(f"TraceAnalysis: trace_files={files!r}: expected files", hint=_HINT)
+    named = _find_files(files, folder)
+    paths = list(named.values() if isinstance(named, Mapping) else named)
+    common = os.path.commonpath([os.path.abspath(each.parent) for each in paths])
+    return folder or Path(common), named
+
+
+def _find_files(files: HtaFiles, folder: Path | None) -> NamedFiles:
+    """As HTA finds them: a name that is no file by itself is one in the folder."""
+
+    def find(name: str | Path) -> Path:
+        return Path(name) if folder is None or Path(name).is_file() else folder / name
+
+    if isinstance(files, Mapping):
+        return {rank: find(name) for rank, name in sorted(files.items())}
+    return tuple(find(name) for name in files)
