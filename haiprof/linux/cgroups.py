@@ -163,10 +163,8 @@ def _cpu(cgroups: Places) -> tuple[Reading, ...]:
     cgroup = cgroups["cpu"]
     if isinstance(cgroup, Unavailable):
         return (refused_reading(("cpu_ns", *_THROTTLING, "cpu_limit_cores"), _MEMBERSHIPS, cgroup),)
-    stat, file = (
-        cgroup.folder / "cpu.stat",
-        "cpu.cfs_quota_us" if cgroup.version == 1 else "cpu.max",
-    )
+    stat = cgroup.folder / "cpu.stat"
+    file = "cpu.cfs_quota_us" if cgroup.version == 1 else "cpu.max"
     limit = limit_reading(CPU_QUOTA, "cpu_limit_cores", file, cgroup)
     if cgroup.version == 2:
         heads = ("usage_usec ", "nr_periods ", "nr_throttled ", "throttled_usec ")
@@ -204,7 +202,7 @@ def _memory_v2(cgroup: Cgroup) -> tuple[Reading, ...]:
         of("memory.swap.current", _STAT_V1[2:], _number, "no swap accounting in this cgroup"),
         of(
             "memory.events",
-            ("memory_limit_hit_count", "memory_oom_count"),
+            CGROUP.names("memory_limit_hit_count", "memory_oom_count"),
             NamedNumbers(("max ", "oom_kill ")),
             _MEMORY_MISSING,
         ),

@@ -71,10 +71,8 @@ def parse_memory_sizes() -> Callable[[bytes], Values]:
     def parse(content: bytes) -> Values:
         *sizes, swap_free, huge_bytes, huge_total, huge_free = numbers(content)
         swap = None if sizes[-1] is None or swap_free is None else sizes[-1] - swap_free
-        huge = (
-            None if count is None or huge_bytes is None else count * huge_bytes
-            for count in (huge_total, huge_free)
-        )  # fmt: skip
+        huge = (None if count is None or huge_bytes is None else count * huge_bytes
+                for count in (huge_total, huge_free))  # fmt: skip
         return (*sizes, swap, *huge)
 
     return parse

@@ -130,10 +130,9 @@ class ScaledSum:
             now = RECORD.unpack(content)
             count, enabled, running = (new - old for new, old in zip(now, last, strict=True))
             if enabled > 0 and running <= 0:
-                reason = (
-                    f"{self.event.name}: no hardware counter was free: other profilers use them"
-                )
-                raise Unavailable(reason, remedy="end other users of perf counters")
+                reason = "no hardware counter was free: other profilers use them"
+                remedy = "end other users of perf counters"
+                raise Unavailable(f"{self.event.name}: {reason}", remedy=remedy)
             if enabled > 0:
                 self.share.note(enabled, running)
             self._total += count * enabled // running if running < enabled else count

@@ -137,10 +137,8 @@ REMOTE_REPLY: Schema = {**REPLY, "name": is_name}
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, int):  # True and False too
-        return abs(value) < _INTEGER_LIMIT
+    if isinstance(value, int | float):  # True and False too
+        return math.isfinite(value) if isinstance(value, float) else abs(value) < _INTEGER_LIMIT
     return value is None or is_text(value)
 
 

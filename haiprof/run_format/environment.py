@@ -93,14 +93,9 @@ def git_head(folder: str) -> dict[str, Any]:
         if name == ref:
             commit = _commit(word)
             break
-    found: dict[str, Any] = {
-        "root": root,
-        "branch": ref.removeprefix("refs/heads/")[:_VALUE_LIMIT],
-        "commit": commit,
-    }
-    if found["commit"] is None:
-        found["reason"] = "no commit yet, or kept in a form that only git reads"
-    return found
+    branch = ref.removeprefix("refs/heads/")[:_VALUE_LIMIT]
+    lacking = {} if commit else {"reason": "no commit yet, or kept in a form that only git reads"}
+    return {"root": root, "branch": branch, "commit": commit, **lacking}
 
 
 def _repository(folder: str) -> tuple[str, str]:

@@ -295,35 +295,31 @@ def preflight_files(log_dir: Path) -> list[Path]:
     return [path for _, path in _numbered_files(log_dir / "preflight", "", ".json", 20)]
 
 
-def _subfolders(folder: Path) -> list[str]:
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing where it is not there."""
     try:
         with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            return list(entries)
     except OSError:
         return []
+
+
+def _subfolders(folder: Path) -> list[str]:
+    return [entry.name for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
 
 
 def _numbered_files(
     folder: Path, begin: str, end: str = "", digits: int = 10
 ) -> list[tuple[int, Path]]:
     """Files with a number between two texts in their name, by that number."""
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-    except OSError:
-        return []
+    names = [entry.name for entry in _entries(folder) if entry.is_file(follow_symlinks=False)]
     own = (name for name in names if name.startswith(begin) and name.endswith(end))
     numbers = ((name[len(begin) : len(name) - len(end)], name) for name in own)
     return sorted((int(n), folder / name) for n, name in numbers if _is_number(n, digits))
 
 
 def _json_files(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in entries)
-    except OSError:
-        return []
-    return [folder / name for name in names if name.endswith(".json")]
+    return sorted(Path(entry) for entry in _entries(folder) if entry.name.endswith(".json"))
 
 
 def _is_number(name: str, limit: int = 10) -> bool:

@@ -290,13 +290,8 @@ def series_labels(
 ) -> dict[str, str]:
     """Labels of one series, in order; what is not known is left out."""
     gpu = key[0] if keys == ("gpu",) and key else None
-    named = {
-        "run": run,
-        "host": host,
-        "rank": rank,
-        "gpu": gpu,
-        "entity": _entity_label(keys, key, entity, rank),
-    }
+    named = {"run": run, "host": host, "rank": rank, "gpu": gpu,
+             "entity": _entity_label(keys, key, entity, rank)}  # fmt: skip
     found = {name: str(value) for name, value in named.items() if value not in (None, "")}
     return {**found, **{label(name): value for name, value in instrument.attributes.items()}}
 

@@ -81,9 +81,7 @@ def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> Rec
     columns = tuple((str(n), str(t), str(u), str(k)) for n, t, u, k in header["columns"])
     body = body[: len(body) - len(body) % length]
     notes = (f"{path}: cut {torn} bytes of a torn last record",) if torn and not first else ()
-    return RecordFile(
-        path, header["table"], columns, header, body, notes, place, torn, len(start)
-    )  # fmt: skip
+    return RecordFile(path, header["table"], columns, header, body, notes, place, torn, len(start))
 
 
 def read_lines(path: Path, *, first: int = 0) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
@@ -193,9 +191,5 @@ def is_consistent(header: dict[str, Any]) -> bool:
 
 def _shape(content: bytes, size: int | None = None) -> str:
     """The file's length and beginning, for people to recognize it."""
-    length = len(content) if size is None else size
-    return (
-        f"{length} bytes, begins {content[:24].decode(errors='replace')!r}"
-        if content
-        else "it is empty"
-    )
+    length, begin = len(content) if size is None else size, content[:24].decode(errors="replace")
+    return f"{length} bytes, begins {begin!r}" if content else "it is empty"

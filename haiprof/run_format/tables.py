@@ -21,20 +21,15 @@ _UNITS = {
 
 def _counters(name: str, *rows: tuple[str, ...]) -> Table:
     """The table of a source: name, kind, meaning of each column, and a unit that no name shows."""
-    return Table(
-        name,
-        (
-            Column("time_ns", "i64", "ns", "time", "CLOCK_MONOTONIC before the read"),
-            Column("read_ns", "i64", "ns", "gauge", "duration of the read"),
-            *(_column(*row) for row in rows),
-        ),
-    )
-
-
-def _column(name: str, kind: str, meaning: str, unit: str = "") -> Column:
-    known = (both for end, both in _UNITS.items() if name.endswith(f"_{end}"))
-    by_name, type_ = next(known, ("count", "i64"))
-    return Column(name, type_, unit or by_name, kind, meaning)
+    columns = [
+        Column("time_ns", "i64", "ns", "time", "CLOCK_MONOTONIC before the read"),
+        Column("read_ns", "i64", "ns", "gauge", "duration of the read"),
+    ]
+    for column, kind, meaning, *unit in rows:
+        known = (both for end, both in _UNITS.items() if column.endswith(f"_{end}"))
+        by_name, type_ = next(known, ("count", "i64"))
+        columns.append(Column(column, type_, unit[0] if unit else by_name, kind, meaning))
+    return Table(name, tuple(columns))
 
 
 CGROUP = _counters(
