@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -234,41 +235,39 @@ def _after_stream_waits(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Ints:
     return left if late in (0, len(left)) or late > 2 else left[:0]
 
 
-def _without_launch(gpu: pl.DataFrame, called: pl.Series) -> list[Finding]:
+def _without_launch(gpu: pl.DataFrame, called: pl.Series) -> Iterator[Finding]:
     """Kernels without a launch: queued before the window, or calls that were lost."""
     alone = called.is_null()
     if not alone.any():
-        return []
+        return
     places = gpu.select("ts_ns", pl.coalesce("stream", "tid").alias("stream"), alone=alone)
     first = places.filter(~pl.col("alone")).group_by("stream").agg(first=pl.col("ts_ns").min())
     joined = places.filter("alone").join(first, on="stream", how="left")
     later = joined.filter(pl.col("ts_ns") > pl.col("first"))["ts_ns"]
-    found = []
     queued = int(alone.sum()) - len(later)
     if queued:
-        found.append(Finding(
+        yield Finding(
             "queued_before_window", queued,
             text=f"{count_text(queued, 'kernel')} of {len(gpu):,} launched before the window began",
             effect="they count as GPU time; no launch, step or operator is known of them",
             is_fault=False,
-        ))  # fmt: skip
+        )  # fmt: skip
     if len(later):
-        found.append(Finding(
+        yield Finding(
             "kernels_without_launch", len(later),
             text=f"{count_text(len(later), 'kernel')} of {len(gpu):,} without a launch call, "
             f"{_when(later, gpu)}",
             effect="records of the host were lost: their launches, operators and steps are unknown",
-        ))  # fmt: skip
-    return found
+        )  # fmt: skip
 
 
-def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> list[Finding]:
+def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Iterator[Finding]:
     """Launches without a kernel: captured into a graph, after the last record, or lost."""
     runtime = runtime.select("correlation", "ts_ns", "dur_ns", "tid", "name")
     launches = runtime.filter(has_name(runtime, _LAUNCH)).filter(pl.col("correlation") > 0)
     alone = launches.join(gpu.select("correlation"), on="correlation", how="anti")
     if alone.is_empty():
-        return []
+        return
     # A runtime call may have the driver's inside it with an id of its own, which has no kernel.
     alone = alone.filter(~_inside_call(alone, launches))
     inside, begun = _in_capture(alone, runtime)
@@ -277,36 +276,32 @@ def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> list[Finding]:
     last = with_kernel["ts_ns"].max() if len(with_kernel) else None
     late = pl.lit(False) if last is None else pl.col("ts_ns") > last
     tail, lost = rest.filter(late), rest.filter(~late)
-    found = []
     if captured:
         is_whole = bool(begun[inside].all())  # every capture is in the trace from its beginning
-        found.append(Finding(
+        yield Finding(
             "window_during_capture", captured,
             text=f"{count_text(captured, 'launch call')} while a CUDA graph was being captured: "
             "nothing ran",
             effect="not launches; the graph's kernels name the operators of these calls where it "
-            "can be told which graph it was"
-            if is_whole
-            else "not launches; the window opened "
+            "can be told which graph it was" if is_whole else "not launches; the window opened "
             "within the capture, so that the graph's kernels name no operator",
             is_fault=not is_whole,
-        ))  # fmt: skip
+        )  # fmt: skip
     if len(tail):
-        found.append(Finding(
+        yield Finding(
             "window_ended_early", len(tail),
             text=f"{count_text(len(tail), 'last launch call')} of {len(launches):,} without a "
             "kernel: the window ended before the GPU's records of them",
             effect="the last step's GPU time is too low; leave it out with --steps",
-        ))  # fmt: skip
+        )  # fmt: skip
     if len(lost):
-        found.append(Finding(
+        yield Finding(
             "launches_without_kernel", len(lost),
             text=f"{count_text(len(lost), 'launch call')} of {len(launches):,} without a kernel, "
             f"{_when(lost['ts_ns'], launches)}",
             effect="records of the GPU were lost (buffers): GPU time there is too low by up to "
             f"{ratio_text(len(lost) / len(launches))}, and counted as idle",
-        ))  # fmt: skip
-    return found
+        )  # fmt: skip
 
 
 def _inside_call(alone: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:

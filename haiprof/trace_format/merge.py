@@ -44,11 +44,8 @@ _EXACT_LIMIT = 1 << 53  # a browser's numbers are exact below
 def ranked_id(rank: int, written: bytes) -> bytes:
     """Makes an id unique to its rank."""
     digits = written.strip(b'"')
-    if (
-        digits.isdigit()
-        and len(digits) < len(str(ID_STRIDE))
-        and (digits[:1] != b"0" or digits == b"0")
-    ):
+    is_plain = digits.isdigit() and (digits[:1] != b"0" or digits == b"0")
+    if is_plain and len(digits) < len(str(ID_STRIDE)):
         ranked = rank * ID_STRIDE + int(digits)
         if ranked < _EXACT_LIMIT:
             return b"%d" % ranked

@@ -64,9 +64,8 @@ def _table_property(name: str, *, may_be_wrong: bool = False) -> cached_property
 class Trace:
     """The events of one trace file as frames; a table is read at its first use."""
 
-    def __init__(self, path: str | Path, columns: TraceColumns | None = None) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._given = columns
 
     @cached_property
     def columns(self) -> TraceColumns:
@@ -80,7 +79,7 @@ class Trace:
                 f"{self.path}: it holds the functions of a trace alone",
                 hint="haiprof trace functions can read it",
             )
-        return self._given or open_columns(self.path)
+        return open_columns(self.path)
 
     @property
     def metadata(self) -> dict[str, Any]:

@@ -262,11 +262,8 @@ class TraceText:
         raise self._no_events(head)
 
     def _no_events(self, head: bytes) -> TraceFormatError:
-        shown = (
-            f"{self.size_bytes} bytes, begins {head[:24].decode(errors='replace')!r}"
-            if head
-            else "it is empty"
-        )
+        begin = head[:24].decode(errors="replace")
+        shown = f"{self.size_bytes} bytes, begins {begin!r}" if head else "it is empty"
         why = "".join(f"; {note}" for note in self.notes)
         hint = next(hint for key, hint in _HINTS if re.search(key, head[: 1 << 20]))
         hint = _REPORT_HINT if self.path.name.endswith((".nsys-rep", ".qdrep")) else hint
