@@ -236,8 +236,9 @@ def own_words(parameters: Sequence[Parameter], words: Sequence[str]) -> list[str
 def _no_option(command: str, name: str, known: Sequence[str]) -> UsageError:
     others = (word for word in second_words(command.split()[0]) if word.startswith("-"))
     known = [*known, *others]  # `ls --live` is a command of its own
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"haiprof {command} --help"
+    bare = {word.lstrip("-"): word for word in known}  # all options are alike in their dashes
+    near = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
+    hint = f"did you mean {bare[near[0]]}?" if near else f"haiprof {command} --help"
     if name in ("-o", "--output"):
         hint = WRITE_NO_FILE.get(command, hint)
     return UsageError(f"{command}: no option {name!r}", hint=hint)

@@ -128,7 +128,8 @@ def _try(
         if found.reason is None or not ended:
             return found
         said = " ".join(output.read_text(errors="replace").split())[-_TOLD_CHARS:]
-        why = f"the job ended with status {ended}: {said}"
+        own = said.partition("haiprof: error: ")[2].partition(" haiprof: hint: ")[0]
+        why = own or f"the job ended with status {ended}: {said}"
         return LoaderTrial(loader=loader, workers=found.workers, reason=why)
 
 

@@ -769,7 +769,8 @@ def what_happened(end: ProcessEnd) -> str:
                 parts += [shorten(each.message)] if each.exit_status is None else []
             for each in failure.errors[1:2] if failure is not None else ():
                 parts[-1] += f", while handling {each.short} ({each.location})"
-            return ": ".join(parts) + thread
+            says = failure is not None and failure.errors and failure.errors[0].exit_status is None
+            return ": ".join(parts) + ("" if says else _last_line(end)) + thread
         without = end.started_ns is not None and not end.closed  # of others nothing was recorded
         way = " without Python's own exit" if without else ""
         way += " (os._exit, exec, native code, no memory)" if without else ""

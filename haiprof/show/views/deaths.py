@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -131,7 +132,8 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
     assert death is not None
     if death.died_ns:
         order = f" · order: {death.clock}" if len(death.fates) > 1 else ""
-        yield f"at {moment_text(death.died_ns)}{order}"
+        zone = time.strftime("%Z", time.localtime(death.died_ns / NS_PER_S))
+        yield f"at {moment_text(death.died_ns)} {zone}{order}"
     yield from said_lines(death)
     yield from map(printable, death.scheduler)
     yield from memory_lines(verdict)

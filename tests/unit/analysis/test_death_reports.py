@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,12 @@ def test_exit_status_is_said_once_below_the_state_of_the_run(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.raised(1, 0, "SystemExit", "7", how="exit_call")
-    job.over(1, 0, status=7)
+    job.over(1, 0, status=7, stderr=["budget used up, requeue me"])
     job.ended(7)
     assert main(["verdict", str(job.run.root)]) == 0
     _, _, below = capsys.readouterr().out.partition("ended, exit 7")
+    assert "budget used up, requeue me" in below
+    assert f" {time.strftime('%Z')} " in below, "the time zone of its end"
     assert below.count("status 7") == 1
     assert below.count("exited") == 1
 

@@ -97,6 +97,7 @@ def test_option_is_taken_from_its_environment_variable(monkeypatch: pytest.Monke
         ("", "example: TRACES is missing", "example --help"),
         ("a b c", "unexpected argument 'c'", "--help"),
         ("a --jsn", "no option '--jsn'", "did you mean --json?"),
+        ("a --nope", "no option '--nope'", "example --help"),
         ("a --json=1", "--json takes no value", ""),
         ("a --rank", "--rank needs a value", ""),
         ("a --rank x", "--rank: expected a whole number, got 'x'", ""),
