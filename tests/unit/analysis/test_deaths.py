@@ -464,7 +464,8 @@ STORIES = {
             events=[do.exits(1, uncaught=False),
                     do.raised(1, 0, "SystemExit", "1", source=source, how="exit_call"),
                     do.over(1, 0, status=1, stderr=printed)],
-            cause="exit", said=["(sys.exit) at train.py:88 in step, on a NaN or infinite value"],
+            cause="exit",
+            said=["(sys.exit) at train.py:88 in step", *(printed or ["on a NaN or infinite"])],
             unsaid=["why it calls sys.exit"], remedy="find where it becomes NaN or infinite",
         )
         for way, source, printed in (
