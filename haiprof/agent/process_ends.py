@@ -51,7 +51,10 @@ _RATES = tuple(re.compile(pattern, re.I) for pattern in (
 _RATE_SIGN = re.compile(r"/ ?s|per[ _]s|tps|s/[a-z]|sec/")
 _NEAR = 60
 """A rate stands within so many characters of its sign."""
-_EVALUATES = re.compile(r"(?<![a-z])(?:eval|val|test|predict|infer|generat|download)", re.I)
+_OTHER_WORK = re.compile(
+    r"(?<![a-z])(?:eval|val|test|predict|infer|generat|download|fetch|writ|sav(?:e|ing)|loading|map\b|tokeniz)",
+    re.I,
+)
 _BEGIN = 40
 """Characters of a line that say what it is about."""
 _UNITS = {"t": "tokens", "se": "sequences", "sa": "samples", "im": "images", "e": "samples"}
@@ -146,7 +149,7 @@ def _find_rate(line: str, near: str) -> Word | None:
     value = float(parts["number"].replace(",", ""))
     value *= {"k": 1e3, "m": 1e6}.get((parts.get("scale") or "").lower(), 1.0)
     name = near[: said.start()].rpartition(" ")[2]
-    if not value or _EVALUATES.search(f"{line[:_BEGIN]} {name}"):
+    if not value or _OTHER_WORK.search(f"{line[:_BEGIN]} {name}"):
         return None
     thing = parts["thing"].lower()
     unit = next((unit for begin, unit in _UNITS.items() if thing.startswith(begin)), "steps")

@@ -35,7 +35,14 @@ from haiprof.diagnosis.machine_causes import (
     starvation,
     state_of,
 )
-from haiprof.diagnosis.opportunities import RECEIVED, RECOMPUTED, RESTARTED, WORKER_CORES, in_hooks
+from haiprof.diagnosis.opportunities import (
+    RECEIVED,
+    RECOMPUTED,
+    RESTARTED,
+    SAVED,
+    WORKER_CORES,
+    in_hooks,
+)
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
@@ -905,6 +912,7 @@ _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     WORKER_CORES: _waits_for_loader,
     RECEIVED: _receives,
     RESTARTED: _restarts_workers,
+    SAVED: _checkpoint,
     RECOMPUTED: _explain_by(
         RECOMPUTED,
         "activation checkpointing runs forward again inside backward, {amount}{code}",

@@ -77,6 +77,11 @@ _IN_LOADER = re.compile(re.escape(WORKER_LOADER))
 _HANDED_OVER = "/torch/multiprocessing/reductions.py"
 """What takes batches from a DataLoader's workers, and their tensors over from another process."""
 RECOMPUTED, RECEIVED, RESTARTED = "recomputation", "receiving", "worker_start"
+SAVED = "saving"
+_SAVES = re.compile(
+    r"(?:Trainer\._save_checkpoint|Trainer\.save_checkpoint|Accelerator\.save_state)\Z"
+)
+"""What a trainer makes a checkpoint in: preparing what is saved costs time, too."""
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
@@ -253,6 +258,7 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
         for activity in NO_LINE
         if len(rows := take((table.activity == activity) & lineless))
     ]
+    found += take_at(_holds(table, _SAVES), SAVED)
     if len(rows := take(table.position == COMPILE)):
         at = main_place(table.tree, table.stack[rows], table.ns[rows])
         found.append(opportunity(table, rows, at))

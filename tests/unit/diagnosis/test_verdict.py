@@ -247,6 +247,8 @@ def numpy_in_forward(step: int) -> Stack:
 
 
 SLOW_RANK: PhaseTimes = lambda rank, _: (0.2, 9.0, 10.0, 2.0) if rank == 1 else (0.2, 5.0, 14.0, 2.0)  # noqa: E731,E501  # fmt: skip
+KEEPS = (f"{SITE}/transformers/trainer.py", 2000, "Trainer._save_checkpoint")
+LIST = (f"{SITE}/transformers/modeling_utils.py", 3000, "PreTrainedModel.save_pretrained")
 WAITS = Cores(main=0.5, wait=0.45)
 STARVED_LOADER: PhaseTimes = lambda *_: (20.0, 4.0, 8.0, 2.0)  # noqa: E731
 
@@ -388,6 +390,12 @@ STORIES = {
             root, lambda step, now: [(now, 200 * NS_PER_MS)] * (step % 10 == 9), schema.SAVE
         ),
         slug="checkpoint_stalls", lost=0.52, says="paid every 10th step, 200 ms",
+    ),
+    "checkpoints of a trainer": Story(
+        write=sampled(
+            lambda *_: (30.0, *BALANCED[1:]), {"dataloader": (SCRIPT, MAIN, KEEPS, LIST)}
+        ),
+        slug="checkpoint_stalls", lost=0.63, place="train.py:40 main", says="saving checkpoints",
     ),
     "evaluation": Story(
         write=lambda root: write_evaluating(root, (0, 1)), slug="evaluation_heavy", lost=0.46,

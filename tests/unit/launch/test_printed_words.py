@@ -35,8 +35,9 @@ def test_loss_that_is_no_finite_number_is_told_with_its_step(line: str, step: in
         "loss_scale: inf", "grad_norm: inf", "lossless: nanometre", "previous loss: nan",
         "EarlyStopping loss inf", "NaN", "loss", "nan loss_fn", "loss: info about it",
         "NCCL INFO Connected all rings", "3 errors", "10/100 [00:01<00:09]", "12.3MB/s",
-        "eval_samples_per_second: 41.2", "Downloading: 12 it/s", "5 tokens",
-        "Evaluating: 9/9 [9it/s]", "0 steps/s",
+        "eval_samples_per_second: 41.2", "Downloading: 12 it/s", "5 tokens", "0 steps/s",
+        "Writing model shards: 100%|█| 1/1 [00:00<00:00, 232.17it/s]", "Map: 10 examples/s",
+        "Evaluating: 9/9 [9it/s]",
     ],
 )  # fmt: skip
 def test_other_lines_tell_nothing(line: str) -> None:
