@@ -200,7 +200,7 @@ CASES = (
         extra={"DYING_TIMEOUT_S": "60"}),
     Case(name="never-meet", injected="rank 1 of 3 raises, and after torchrun's restart its ranks "
          "never meet: SIGTERM once the hang is noticed", cause="exception",
-         said="its ranks were started again", options=("--hang-limit=4",),
+         said="start 2 never trained", options=("--hang-limit=4",),
          words=(*TORCHRUN[:-1], "--nproc-per-node=3", "--max-restarts=1", SCRIPT, "never-meet"),
          meddle=lambda job: signal_after(job, 70, signal.SIGTERM)),
     Case(name="never-meet-first", injected="ranks that never meet in their first start: SIGTERM "
