@@ -68,6 +68,8 @@ from haiprof.run_analysis.ledger import (
     COLLECTION,
     LINK_WAIT,
     MODEL_POSITIONS,
+    NO_CORE,
+    OPERATORS,
     PEER_WAIT,
     PYTHON,
     UNKNOWN,
@@ -432,7 +434,10 @@ def _split_setting(
     lost_ns = (setting.lost_ratio or 0.0) * float(table.ns.sum()) - float(table.ns[seen].sum())
     lost = max(lost_ns / max(float(table.ns[rows].sum()), 1.0), setting.work_ratio)
     taken = seen
-    for part, share in ((rows, min(lost, _MOST_SPLIT)), (waits, setting.exchange_ratio)):
+    # What waits for a core while it works for the setting's sake is gained with it.
+    starved = np.flatnonzero(inside & (table.activity == NO_CORE) & (table.work == OPERATORS))
+    works, lost = np.append(rows, starved), min(lost, _MOST_SPLIT)
+    for part, share in ((works, lost), (waits, setting.exchange_ratio)):
         if len(part) and share > 0:
             table, new = table.split(part, share, needed=False)
             taken = np.append(taken, new)

@@ -481,8 +481,8 @@ def unfused_adam(inputs: RuleInputs) -> Finding | None:
         return None
     name = min(loops)
     return make_finding(
-        f"{name} without fused=True: the optimizer is {ratio_text(share)} of the step, of which "
-        f"fused=True saves {ratio_text(least)} to {ratio_text(most)}",
+        f"{name} without fused=True, which saves {ratio_text(least)} to {ratio_text(most)} of its "
+        "update",
         f"{name}(..., fused=True), on CPUs since PyTorch 2.4; results differ by rounding",
         (f"usual part of the update that it saves ({MEASURED})", usual, "ratio"),
         confidence=0.7,

@@ -205,7 +205,7 @@ def outcome_text(reaction: Reaction) -> str:
         where = f": all were at {reaction.all_at}" if reaction.all_at else ""
         return f"no rank differed from the others{where}"
     what = "no trace of them" if slow else "no snapshot"
-    return f"{what}: {reaction.failure or 'the launcher ended before'}"
+    return f"{what}: {reaction.failure or 'none was done by then'}"
 
 
 _OF_SUSPECT = ("rank", "reason", "doing", "certain")
