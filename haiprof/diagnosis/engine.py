@@ -75,6 +75,7 @@ from haiprof.run_analysis.printed_lines import printed_notes
 from haiprof.run_analysis.run_files import integer, number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE, STEP_PHASES
+from haiprof.run_analysis.step_positions import OPTIMIZER
 from haiprof.run_analysis.steps import WORDS
 from haiprof.run_format.stack_lines import LAYERS, LOCK_HELD, RECURRENCE
 
@@ -259,7 +260,7 @@ def _findings(
             first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
             fact = replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
         if fact.rule == UNFUSED_ADAM and found is not None:
-            fact = _price_update(found.ledger, fact)
+            fact = _price_update(found, fact)
         rows.append(fact)
     if found is not None:
         rows = [_name_setting(inputs, found, row) if row.setting else row for row in rows]
@@ -269,13 +270,13 @@ def _findings(
     return tuple(_own_before_machine(rows))
 
 
-def _price_update(ledger: Ledger, fact: Finding) -> Finding:
+def _price_update(found: RunLedger, fact: Finding) -> Finding:
     """What fused=True gains of the optimizer's own work, which is needed and in no other gain."""
-    lost = [a for a in ledger.accounts if not a.needed and a.position == "optimizer"]
-    ns = ledger.positions.get("optimizer", 0.0) - sum(account.ns_per_step for account in lost)
+    table, mean_ns = found.table, found.ledger.mean_ns
+    ns = found.time.mean_of(table, np.flatnonzero(table.needed & (table.position == OPTIMIZER)))
     least, usual, most = (ns * share for share in FUSED_GAINS)
-    gain = gain_of(ledger.mean_ns, usual, least, most)
-    return replace(fact, gain=gain, lost_ratio=usual / ledger.mean_ns)
+    gain = gain_of(mean_ns, usual, least, most)
+    return replace(fact, gain=gain, lost_ratio=usual / mean_ns)
 
 
 def _own_before_machine(rows: list[Finding]) -> list[Finding]:

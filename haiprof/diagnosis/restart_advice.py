@@ -55,6 +55,7 @@ _OF_MACHINE = re.compile(
     r"(?:Connect\w*|Network|Store|Timeout|Timedout|HTTP|URL|SSL|[Ss]ocket|IO|OS|Permission|"
     r"File\w+|Directory|Pipe|Process|Memory|Backend|Accelerator)(?:Error|Exception|Exceeded|Timeout)|"
     r"(?i:\bCUDA|\bcu(?:DNN|BLAS|sparse)|\bHIP\b|NCCL|RCCL|gloo|\bMPI\b|rendezvous|\bconnect|"
+    r"socket|address|shared memory|worker|no space|quota|"
     r"timed? ?out|out of memory|no such file|\bI/O|errno)"
 )
 """What memory, devices, the network, file systems or the rendezvous cause, too."""
@@ -216,8 +217,8 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
     error = _BEFORE_ERROR.sub("", death.what, count=1)
     of_data = _OF_DATA.match(error) is not None
     is_wrong = _PROGRAM.match(error) is not None
-    every = {fate.rank for fate in death.fates} == set(death.ranks)  # and no step has ended
-    is_wrong |= every and not trained and _OF_MACHINE.search(error) is None
+    is_of_all = death.cause == "exception" and {f.rank for f in death.fates} == set(death.ranks)
+    is_wrong |= is_of_all and not trained and _OF_MACHINE.search(error) is None
     is_exit = death.cause == "exit" and death.line is not None and error == death.what
     return Attempt(
         run=frames.run.root.name,
