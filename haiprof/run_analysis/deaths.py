@@ -567,6 +567,7 @@ class _Case:
             return {}
         places = {
             rank: (end.error.location if end.error is not None else "")
+            or ((own := own_frame(end.crashed_at)) and frame_text(own))
             or self._seen_at((rank,), None)
             for rank, end in self.ends.items()
         }

@@ -236,6 +236,7 @@ do: Any = _Events()
 ENDED = (None, "SIGTERM")
 AT_88 = ("train.py:88 in step", "x = y()")
 TIMED_OUT = [do.died(0, 0, "RuntimeError", GLOO), do.died(2, 0, "RuntimeError", GLOO)]
+UNLIKE = "op.preamble.length <= op.nbytes. 4160 vs 4"
 CUT_OFF = [do.died(0, 0.2, "RuntimeError", BROKEN), do.died(2, 0.2, "RuntimeError", BROKEN)]
 WATCHED = [do.terminated(rank, 600, "c10::DistBackendError", WATCHDOG) for rank in (0, 2)]
 ABORTS = {
@@ -338,6 +339,11 @@ STORIES = {
                 for rank in range(3)]
         + [do.died(rank, rank, "RuntimeError", GLOO) for rank in range(3)],
         cause="mismatch", said=["broadcast"],
+    ),
+    "a collective that gloo ends a rank in is at the line that called it": Story(
+        events=[do.terminated(1, 0, "gloo::EnforceNotMet", UNLIKE),
+                do.crashed(1, 0, 0, "8\tvalidate\ttrain.py", "12\t<module>\ttrain.py"), *CUT_OFF],
+        cause="mismatch", ranks=(), said=["rank 1 at train.py:8 in validate"],
     ),
     "the same failure of all ranks is one cause": Story(
         events=[do.died(rank, rank * 0.1, "ValueError", "bad shape") for rank in range(3)],
