@@ -90,7 +90,7 @@ def test_people_see_ranks_clocks_and_the_next_command(
     next_words = {True: f"haiprof export --to perfetto {target}",
                   False: f"open {target} at https://ui.perfetto.dev"}  # fmt: skip
     assert f"next: {next_words[has_viewer()]}" in err
-    monkeypatch.setattr("haiprof.show.servers._installed_viewer", lambda: None)
+    monkeypatch.setattr("haiprof.show.servers.find_spec", lambda _: None)
     assert f"next: {next_words[False]}" in run(capsys, "merge", ranks, "-o", target, "--force")[2]
     assert len([e for e in load(target)["traceEvents"] if e.get("name") == "gemm"]) == 4
 

@@ -88,7 +88,13 @@ def found(run: RunPaths) -> list[Reaction]:
 def test_hang_is_looked_at_and_the_result_is_kept(
     run: RunPaths, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    answer = {"path": "s.json", "moves": False, "saving": [], "suspects": [SUSPECT]}
+    answer = {
+        "ranks": [{"rank": 3}],
+        "path": "s.json",
+        "moves": False,
+        "saving": [],
+        "suspects": [SUSPECT],
+    }
     node = Node(run, "a", answer)
     node.notice(HANG)
     node.settle()
@@ -140,7 +146,13 @@ def test_two_nodes_react_once_and_again_after_a_pause_but_not_a_third_time(run: 
 
 
 def test_rank_that_saves_is_not_accused(run: RunPaths) -> None:
-    answer = {"path": "s", "moves": False, "saving": [3], "suspects": [SUSPECT]}
+    answer = {
+        "ranks": [{"rank": 3}],
+        "path": "s",
+        "moves": False,
+        "saving": [3],
+        "suspects": [SUSPECT],
+    }
     node = Node(run, "a", answer)
     node.notice(HANG)
     node.settle()
