@@ -26,6 +26,7 @@ from haiprof.base.units import (
 from haiprof.diagnosis.background_saves import SLOWED
 from haiprof.diagnosis.explanations import (
     CODE_CHARS,
+    FOR_LAYERS,
     Question,
     account_line,
     code_lines,
@@ -102,8 +103,7 @@ _OF_LOOPS = {
     RECURRENCE: ("whose rounds need one another",
                  "torch.compile or one operator for the whole loop (nn.LSTM, nn.GRU)"),
     LAYERS: ("that calls one layer after the other, none of which needs the one before",
-             "one batched operator for all that are alike (torch.baddbmm on stacked weights, "
-             "torch.func.stack_module_state with torch.vmap) or torch.compile"),
+             f"one batched operator for all that are alike ({FOR_LAYERS}) or torch.compile"),
 }  # fmt: skip
 _ADDS = re.compile(r"\.(?:append|appendleft|extend|add|insert|update|setdefault)\(|\+=|\]\s*=(?!=)")
 """Of lines that keep what they make."""
@@ -150,7 +150,8 @@ def judge(
             findings = tuple(each for each in findings if each is not creep)
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
-    headline = _headline(inputs, findings, found)
+    own_work = _own_work(inputs, found)
+    headline = _headline(inputs, findings, found, own_work)
     verdict = Verdict(
         run=run,
         name=manifest.name if manifest else analyzer.run.root.name,
@@ -193,7 +194,7 @@ def judge(
             *attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *uneven_notes(ledger),
-            *_own_work_notes(inputs, found, headline),
+            *_own_work_notes(inputs, found, own_work, headline),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, _step_sizes(inputs), died=death is not None),
         ),
@@ -416,7 +417,12 @@ def short_notes(inputs: RuleInputs) -> tuple[str, ...]:
     )
 
 
-def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedger | None) -> str:
+def _headline(
+    inputs: RuleInputs,
+    findings: tuple[Finding, ...],
+    found: RunLedger | None,
+    own: Sequence[tuple[float, str]],
+) -> str:
     if not inputs.step_count:
         return f"no training steps: {why_no_steps(inputs)}"
     if any(each.severity != "info" for each in findings):
@@ -428,7 +434,6 @@ def _headline(inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedge
     few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
     if not few and findings and _sure_ratio(findings[0]) >= CRITICAL_RATIO:
         return findings[0].title  # no setting of the job's removes it
-    own = _own_work(inputs, found)
     ratio, text = max(own, default=(0.0, ""))
     if not few and ratio >= _MOST_RATIO:
         return text
@@ -486,7 +491,8 @@ def _own_line(found: RunLedger) -> Iterator[tuple[float, str]]:
     spent = dict[tuple[str, int | None], list[tuple[float, Account]]]()
     for each, rows in zip(ledger.accounts, found.rows, strict=True):
         if each.needed and each.file and each.position in ("forward", "loss"):
-            ns = float(found.time.mean_of(table, rows[~calls_layer[rows]]))
+            whole, own = (float(table.ns[of].sum()) for of in (rows, rows[~calls_layer[rows]]))
+            ns = each.ns_per_step * own / max(whole, 1.0)
             spent.setdefault((each.file, each.line), []).append((ns, each))
     parts = max(spent.values(), key=lambda own: sum(ns for ns, _ in own), default=[])
     ratio = sum(ns for ns, _ in parts) / ledger.mean_ns
@@ -532,9 +538,11 @@ def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
     )
 
 
-def _own_work_notes(inputs: RuleInputs, found: RunLedger | None, headline: str) -> Iterator[str]:
+def _own_work_notes(
+    inputs: RuleInputs, found: RunLedger | None, own: Sequence[tuple[float, str]], headline: str
+) -> Iterator[str]:
     """What is told of the model's work that the headline does not say."""
-    texts = [*(text for _, text in _own_work(inputs, found)), _kept_graph_text(inputs, found)]
+    texts = [*(text for _, text in own), _kept_graph_text(inputs, found)]
     yield from (f"the model's own work: {text}" for text in texts if text not in headline)
 
 

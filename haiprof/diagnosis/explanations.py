@@ -107,6 +107,7 @@ _WAITING_FILES = ("/threading.py", "/queue.py")
 """A thread in these waits itself."""
 _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
+FOR_LAYERS = "torch.baddbmm on stacked weights, torch.func.stack_module_state with torch.vmap"
 CODE_CHARS = 50
 """Of an expression in a title: the whole stands in the ledger."""
 _WHOLE = 0.95
@@ -225,8 +226,7 @@ def _small_operators(question: Question) -> Finding:
     if LAYERS in kinds:
         remedy = (
             "no layer of the loop needs the one before: where they are alike, compute all with one "
-            "batched operator (torch.baddbmm on stacked weights, torch.func.stack_module_state "
-            "with torch.vmap), or use torch.compile"
+            f"batched operator ({FOR_LAYERS}), or use torch.compile"
         )
     elif RECURRENCE in kinds:
         remedy = (
