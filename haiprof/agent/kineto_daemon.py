@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from haiprof.base.errors import HaiprofError, UsageError
+from haiprof.base.errors import HaiprofError, UsageError, convert_os_errors
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_KINETO_DAEMON, ENV_KINETO_FOLDER
 from haiprof.base.safe_files import MadeFolder, make_private, remove_file
@@ -591,10 +591,8 @@ def listen(address: str, ready: Callable[[str], None]) -> int:
     agent = KinetoAgent(address, failed=lambda _: os.kill(os.getpid(), signal.SIGTERM))
     ending = [number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN]
     signal.pthread_sigmask(signal.SIG_BLOCK, ending)
-    try:
+    with convert_os_errors(UsageError, shown_address(address)):
         agent.bind()
-    except OSError as error:
-        raise UsageError(f"{shown_address(address)}: {error.strerror or error}") from None
     agent.start()
     ready(shown_address(address))
     try:

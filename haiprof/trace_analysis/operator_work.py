@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from haiprof.base.errors import UsageError
+from haiprof.base.errors import UsageError, convert_os_errors
 from haiprof.base.options import read_toml
 
 ITEM_BYTES = {
@@ -616,11 +616,8 @@ def read_formulas(path: Path | None) -> OwnFormulas | None:
     """
     if path is None:
         return None
-    try:
-        with open(path, "rb") as file:
-            content = file.read(_FILE_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
+    with convert_os_errors(UsageError, str(path)), open(path, "rb") as file:
+        content = file.read(_FILE_BYTES + 1)
     if len(content) > _FILE_BYTES:
         raise UsageError(f"{path}: more than 1 MiB: no file of formulas", hint=_HINT)
     found = {name: _check(path, name, table) for name, table in read_toml(path, content).items()}
