@@ -309,9 +309,13 @@ def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportuni
     return Opportunity(
         rows=rows,
         at=at,
-        position=int(np.bincount(table.position[rows], ns).argmax()),
+        position=_main_position(table, rows),
         activity=int(np.bincount(table.work[rows], ns).argmax()),
     )
+
+
+def _main_position(table: TimeTable, rows: Ints | list[int]) -> int:
+    return int(np.bincount(table.position[rows], table.ns[rows]).argmax())
 
 
 def main_place(tree: CodeTree, stacks: Ints, weight: Floats) -> CodePlace | None:
@@ -364,7 +368,7 @@ def _of_code(table: TimeTable, free: Bools) -> Iterator[Opportunity]:
     walk = _Walk(table=table, free=free, models=models)
     merged: dict[tuple[int, int, int], tuple[list[int], _Line]] = {}
     for rows, line in walk.nodes(root):
-        position = int(np.bincount(table.position[rows], table.ns[rows]).argmax())
+        position = _main_position(table, rows)
         at = line.frame if walk.is_driver(line.function) else -1
         key = (line.function.key, at, position)
         known = merged.setdefault(key, ([], line))
@@ -483,7 +487,7 @@ class _Walk:
                 outer = tree.place[tree.parent[next(iter(call.lines.values())).stack]]
                 is_trainers = outer >= 0 and tree.library[outer]
                 for node in found:
-                    if is_trainers and (self.table.position[node[0]] == EVALUATION).all():
+                    if is_trainers and _main_position(self.table, node[0]) == EVALUATION:
                         evaluated.append(node)
                     else:
                         yield node

@@ -745,8 +745,8 @@ def other_load_ns(change: StepChange, loads: tuple[Load, Load]) -> float:
     """How much of a step's difference others on the cores may explain at most; 0 where none.
 
     What they took in the slower run: a full machine looks alike in both, and is not. Time in which
-    the main thread waited for a core, and its work on cores that are shared, in proportion to the
-    load (`COMPARE_SHARED_CORE_RATIO`).
+    the main thread waited for a core, and by how much its work took longer on shared cores, in
+    proportion to the load (`COMPARE_SHARED_CORE_RATIO`).
     """
     if not change.is_slower and not change.is_faster:
         return 0.0
@@ -755,8 +755,10 @@ def other_load_ns(change: StepChange, loads: tuple[Load, Load]) -> float:
     other = load.other_ratio or 0.0
     if other <= COMPARE_LOAD_RATIO:
         return 0.0
-    busy = 1.0 if load.main_cores is None else min(1.0, load.main_cores)
-    return ((load.wait_ratio or 0.0) + COMPARE_SHARED_CORE_RATIO * other * busy) * step_ns
+    waited = load.wait_ratio or 0.0
+    worked = min(1.0 - waited, 1.0 if load.main_cores is None else load.main_cores)
+    longer = COMPARE_SHARED_CORE_RATIO * other
+    return (waited + worked * longer / (1 + longer)) * step_ns
 
 
 def unlike_scripts(found: Comparison) -> Iterator[str]:

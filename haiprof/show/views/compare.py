@@ -24,6 +24,7 @@ from haiprof.diagnosis.compare.comparison import (
     unlike_scripts,
 )
 from haiprof.diagnosis.thresholds import COMPARE_P_VALUE
+from haiprof.run_analysis.ledger import ACTIVITIES, ON_CORE
 from haiprof.show.frame_table import Fields, PageTable, heads, page_records, page_table
 from haiprof.show.text import markdown_table, markdown_text, printable, value_text
 from haiprof.show.views.blocks import more_lines, notes_block, one_line, plain_table, section
@@ -42,6 +43,7 @@ _MAIN_RATIO, _ALL_RATIO = 0.5, 0.995
 _SHOWN_RATIO = 0.001
 """Differences that are a smaller share of the step are in --json alone."""
 _OTHERS_RATIO = 0.1
+_WORK = [ACTIVITIES[activity] for activity in ON_CORE]
 _DIGEST = 12
 _STYLES = {"slower": "bold red", "faster": "bold green", "same": "bold", "undecided": "bold yellow"}
 _SHOWN, _KERNELS, _MARKDOWN_ROWS = 8, 5, 20
@@ -61,12 +63,14 @@ def headline(found: Comparison) -> str:
     if found.unjudged:
         measured = f"; measured: {_percent(change.ratio)}" if change.ratio > 0 else ""
         text = f"cannot be evaluated: {found.unjudged}{measured}{interval and f' ({interval})'}"
-        line = next((one for one in found.accounts if one.is_certain and one.file), None)
-        return _certain_text(line, text) if line else text
+        least = _OTHERS_RATIO * abs(change.difference_ns)
+        work = (a for a in found.accounts if a.activity in _WORK and abs(a.difference_ns) >= least)
+        part = next((one for one in work if one.is_certain), None)
+        return _certain_text(part, text) if part else text
     if found.state == "undecided":
         text = f"inconclusive: too noisy (the change lies between {' and '.join(ends)})"
-        part = _main_part(found, found.accounts)
-        return _certain_text(part[0], text) if part else text
+        main = _main_part(found, found.accounts)
+        return _certain_text(main[0], text) if main else text
     if found.state == "same":
         most = 100 * found.most_ratio
         return f"no difference above {most:.1f} %: {_percent(change.ratio)} ({interval})"

@@ -34,6 +34,7 @@ from haiprof.diagnosis.compare.compared_run import (
     steady,
 )
 from haiprof.diagnosis.compare.comparison import (
+    AccountChange,
     Comparison,
     Load,
     State,
@@ -303,13 +304,25 @@ def test_other_load_explains_what_it_can_and_no_more() -> None:
     slower = changed(1.1, 1.08, 1.12)
     assert other_load_ns(slower, (load(0.0), load(0.0))) == 0
     assert other_load_ns(slower, (load(2.0), load(0.0))) == 0  # there was less of it
-    # 50 % more of the cores, each shared core half again as slow, and all of the step computing:
-    assert other_load_ns(slower, (load(0.0), load(2.0))) == pytest.approx(0.25 * 1.1e7)
+    # Half of the cores, work on a shared core takes 1.5 times as long, all of the step computing:
+    assert other_load_ns(slower, (load(0.0), load(2.0))) == pytest.approx(0.25 / 1.25 * 1.1e7)
+    # What waits does not compute, and no more is explained than the step:
+    full = load(4.0, wait=0.8)
+    assert other_load_ns(slower, (load(0.0), full)) == pytest.approx((0.8 + 0.2 / 3) * 1.1e7)
     # the same, with a step that mostly sleeps:
     assert other_load_ns(slower, (load(0.0, main=0.1), load(2.0, main=0.1))) < 0.05e7
     # waiting for a core counts whole:
     waiting = load(2.0, wait=0.09, main=0.1)
     assert other_load_ns(slower, (load(0.0, main=0.1), waiting)) > 0.09e7
+
+
+def certain_account(ns: float) -> AccountChange:
+    return AccountChange(
+        title="train.py:7 log", position="forward", activity="python", package="job",
+        file="train.py", function="log", before_line=None, after_line=7, callees=(),
+        when="each step", gain_ns=0.0, gain_low_ns=0.0, gain_high_ns=0.0, before_ns=0.0,
+        after_ns=ns, low_ns=0.9 * ns, high_ns=1.1 * ns, p_value=0.0, adjusted_p_value=0.0,
+    )  # fmt: skip
 
 
 def test_what_cannot_be_judged_is_still_measured_with_its_interval(tmp_path: Path) -> None:
@@ -318,6 +331,11 @@ def test_what_cannot_be_judged_is_still_measured_with_its_interval(tmp_path: Pat
     assert loaded.state == "undecided"
     text = headline(loaded)
     assert "other processes used 95 % of the cores" in text
+    for share, leads in ((0.01, False), (0.5, True)):  # what is certain leads, but no crumb of it
+        sure = certain_account(share * found.change.difference_ns)
+        assert headline(replace(loaded, accounts=(sure,))).startswith(
+            "496 µs a step more at train.py:7 log; the whole step: cannot" if leads else text
+        )
     assert re.search(r"measured: \+6\.\d % \(\+\d\.\d % to \+\d\.\d %\)$", text), text
     said = "other processes used 0.0 % of the cores in the baseline, 95 % in the new run"
     assert said in headline_notes(loaded, "")

@@ -102,6 +102,7 @@ def test_an_evaluation_by_a_trainer_is_one_whatever_it_runs() -> None:
     rows = [
         ("evaluation", (*fit, job(12, "M.validation_step"), MODULE, LINEAR), 7, "0"),
         ("evaluation", (*fit, job(13, "M.validation_step"), OF_DISABLED), 2, "h"),
+        ("after_step", (*fit, job(13, "M.validation_step"), OF_DISABLED), 1, "h"),
         ("evaluation", (*fit, COLLATE), 5, "h"),
     ]
     ((place, (ms, position, _activity)),) = found(*rows).items()
