@@ -106,7 +106,7 @@ def test_an_evaluation_by_a_trainer_is_one_whatever_it_runs() -> None:
         ("evaluation", (*fit, COLLATE), 5, "h"),
     ]
     ((place, (ms, position, _activity)),) = found(*rows).items()
-    assert (place, ms, position) == ("M.validation_step:12", 14, "evaluation")
+    assert (place, ms, position) == ("M.validation_step:12", 15, "evaluation")
 
 
 def test_hooks_are_no_part_of_the_model_whatever_they_call() -> None:
