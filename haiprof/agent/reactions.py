@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -169,7 +170,10 @@ class Reactor:
     def _finish(self, action: _Action) -> None:
         found = _read_result(action.result)
         if found is None:
-            reason = f"haiprof {action.command} ended with status {action.process.returncode}"
+            status = action.process.returncode
+            reason = f"haiprof {action.command} ended with status {status}"
+            if status in (-signal.SIGINT, 128 + signal.SIGINT):
+                reason = "Ctrl-C came before it was done"
             content: dict[str, Any] = {"state": "failed", "reason": reason}
         elif action.command == "snapshot":
             content = _of_snapshot(found)

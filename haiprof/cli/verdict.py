@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from haiprof.cli.names import OTHER_NAMES, nearest, second_words
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
+    from haiprof.diagnosis.verdict import Verdict
     from haiprof.run_analysis.run_frames import RunFrames
     from haiprof.run_format.layout import RunPaths
     from haiprof.trace_analysis.pool import Pool
@@ -167,6 +168,9 @@ def verdict(
         limit = SMALL_BYTES
     found = diagnose(analyzer, trace_limit_bytes=limit, since_ns=since)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
+    is_own = other_uid(analyzer.run.manifest) is None
+    if header.is_running and is_own and not (save or collect or last):
+        found = _lead_with_a_stall(found, analyzer)
     content = as_document(found, since_ns=since)
     if save:
         save_verdict(found, header, analyzer.run)
@@ -196,28 +200,34 @@ def verdict(
             content,
             lambda: report if found.death else verdict_markdown(found, header.name),
         )
-    is_own = other_uid(analyzer.run.manifest) is None
-    if header.is_running and since is None and last is None and is_own:
-        _hint_at_a_stall(analyzer, output)
     if is_own and (collect or shared.COMMAND_NAME.get() in OTHER_NAMES):
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
 
 
-def _hint_at_a_stall(analyzer: RunFrames, output: Output) -> None:
-    """A job that stands still has a good verdict of the time before."""
+def _lead_with_a_stall(found: Verdict, analyzer: RunFrames) -> Verdict:
+    """Of a job in which no step ends now that comes first, where no snapshot says more."""
+    from haiprof.diagnosis.engine import STANDSTILL
+    from haiprof.diagnosis.verdict import Finding
     from haiprof.show.views.jobs import is_stall
 
     steps = analyzer.steps()
-    ends, usual = (steps["start_ns"] + steps["step_ns"]).max(), steps["step_ns"].median()
-    if not isinstance(ends, int) or not isinstance(usual, float):
-        return
-    silent_ns = time.time_ns() - ends
-    if is_stall(silent_ns, usual):
-        output.hint(
-            f"no step has ended for {duration_text(silent_ns)}, and none is judged since: `haiprof "
-            f"snapshot {shlex.quote(str(analyzer.run.root))} --hang` says who holds the job up"
-        )
+    ends, usual = steps["start_ns"] + steps["step_ns"], steps["step_ns"].median()
+    last, longest = ends.max(), ends.unique().sort().diff().max()
+    if not isinstance(last, int) or not isinstance(usual, float):
+        return found
+    silent_ns, longest_ns = time.time_ns() - last, longest if isinstance(longest, int) else 0
+    is_seen = bool(found.findings) and found.findings[0].rule == STANDSTILL
+    if is_seen or not is_stall(silent_ns, max(usual, longest_ns / 3)):
+        return found
+    stall = Finding(
+        title=f"no step has ended for {duration_text(silent_ns)}; the longest time between two "
+        f"before was {duration_text(longest_ns)}",
+        remedy="where the job neither evaluates nor saves now, `haiprof snapshot "
+        f"{shlex.quote(found.run)} --hang` says who holds it up",
+        rule=STANDSTILL, confidence=0.5,
+    )  # fmt: skip
+    return replace(found, headline=stall.title, findings=(stall, *found.findings))
 
 
 def _ask_schedulers(run: RunPaths) -> None:

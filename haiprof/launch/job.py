@@ -246,7 +246,10 @@ class Job:
             )  # fmt: skip
             self._reactor = Reactor(
                 run, agent.host, options,
-                lambda command, words, fd: self._haiprof(command, *words, nice=True, output=fd),
+                # Ranks that wait busily would starve a snapshot; where none goes on, it may hurry.
+                lambda command, words, fd: self._haiprof(
+                    command, *words, nice=command != "snapshot", output=fd
+                ),
                 watch, self._notifier,
             )  # fmt: skip
         with contextlib.suppress(OSError):  # no descriptor is left: how ranks end is not seen

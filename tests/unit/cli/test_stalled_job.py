@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -25,6 +26,9 @@ def test_verdict_says_that_no_step_ends_while_the_job_runs(
         exit_status=0 if ended else None,
     )  # fmt: skip
     write_manifest(RunPaths(root), manifest)
-    assert main(["verdict", str(root)]) == 0
-    hint = "no step has ended for"
-    assert (hint in capsys.readouterr().err) is not ended
+    assert main(["verdict", str(root), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["headline"].startswith("no step has ended for") is not ended
+    assert (found["findings"][:1] == [] or found["findings"][0]["slug"] != "standstill") is ended
+    if not ended:
+        assert f"haiprof snapshot {root} --hang" in found["findings"][0]["remedy"]
