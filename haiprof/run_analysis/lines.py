@@ -41,6 +41,7 @@ LINE_SCHEMA = {
     "inclusive_ratio": pl.Float64,
     "time_ns": pl.Float64,
     "ns_per_step": pl.Float64,
+    "inclusive_ns_per_step": pl.Float64,
 }
 _COMPREHENSION = re.compile(
     r"(?:(?:(?:\.<locals>)?\.|\A)<(?:genexpr|listcomp|dictcomp|setcomp|lambda)>)+\Z"
@@ -221,19 +222,25 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     )
     inclusive = counted.join(pairs, on="stack").group_by(*group, "frame")
     found = (
-        inclusive.agg(inclusive_count=pl.col("len").sum())
+        inclusive.agg(
+            inclusive_count=pl.col("len").sum(), inclusive_ns_per_step=pl.col("of_step").sum()
+        )
         .join(own, on=[*group, "frame"], how="left")
         .join(totals, on=group)
         .with_columns(
             pl.col("self_count").fill_null(0), pl.col("time_ns", "ns_per_step").fill_null(0.0)
         )
     )
+    # What a line itself takes names it before what it passes through.
+    parts_of_line = whole.join(inner.with_columns(own=pl.lit(1)), on=["stack", "frame"], how="left")
     seen = (
-        counted.join(whole, on="stack").group_by(*group, "frame", "code").agg(pl.col("len").sum())
+        counted.join(parts_of_line, on="stack")
+        .group_by(*group, "frame", "code")
+        .agg((pl.col("len") * (1 + pl.col("own").fill_null(0))).sum())
     )
     code = _most_seen_code(seen, tree)
     named = _with_names(found.join(code, on=[*group, "frame"], how="left"), tree)
-    return named if ledger else named.drop("position", "ns_per_step")
+    return named if ledger else named.drop("position", "ns_per_step", "inclusive_ns_per_step")
 
 
 def _most_seen_code(seen: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
@@ -253,7 +260,10 @@ def _with_names(found: pl.DataFrame, tree: CodeTree) -> pl.DataFrame:
         position=pl.Series([*POSITIONS, None], dtype=pl.String).gather(
             found["position"] % (len(POSITIONS) + 1)
         ),
-        ns_per_step=pl.when(pl.col("position") >= 0).then("ns_per_step"),
+        **{
+            name: pl.when(pl.col("position") >= 0).then(name)
+            for name in ("ns_per_step", "inclusive_ns_per_step")
+        },
         file=pl.Series([tree.frames[f].file for f in frame], dtype=pl.String),
         line=pl.Series([tree.frames[f].line for f in frame], dtype=pl.Int64),
         function=pl.Series([tree.frames[f].function for f in frame], dtype=pl.String),

@@ -402,7 +402,8 @@ def _merge_workers(found: pl.DataFrame) -> pl.DataFrame:
         pl.col("self_count", "inclusive_count").sum(),
         *(
             pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum())
-            for name in ("time_ns", "ns_per_step")
+            for name in ("time_ns", "ns_per_step", "inclusive_ns_per_step")
+            if name in found.columns
         ),
     )
     order = ["self_count", "inclusive_count", "file", "line"]
@@ -413,10 +414,14 @@ def _merge_workers(found: pl.DataFrame) -> pl.DataFrame:
 def _table(found: pl.DataFrame) -> RenderableType:
     of_step = found["ns_per_step"].is_not_null().any()
     time = "ns_per_step" if of_step else "time_ns"
+    own, inclusive, whole = "self_count", "inclusive_count", found["sample_count"].max()
+    if of_step and found["ns_per_step"].sum():  # without waits that no line explains
+        own, inclusive, whole = time, f"inclusive_{time}", found[time].sum()
+        found = found.sort(own, inclusive, descending=True)
     rows = [
         (
-            ratio_text(row["self_count"] / row["sample_count"]),
-            ratio_text(row["inclusive_count"] / row["sample_count"]),
+            ratio_text(row[own] / whole),
+            ratio_text(row[inclusive] / whole),
             f"{row['self_count']} of {row['sample_count']}",
             duration_text(row[time]),
             one_line(

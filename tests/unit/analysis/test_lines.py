@@ -367,6 +367,23 @@ def test_lines_show_what_of_them_ran_in_each_position() -> None:
     assert any(row.endswith("train.py:3 <module>") for row in rows)
 
 
+def test_shares_of_lines_are_of_their_times_and_what_a_line_itself_runs_names_it() -> None:
+    """Samples that wait for a core are counted, and are no line's time."""
+    place = ("/home/me/train.py", 3, "<module>")
+    mask = ("/home/me/train.py", 9, "mask", "fill(m)")
+    inside = ((*place, "self.mask(x)"), mask)
+    tree, numbers = tree_of([((*place, "attend(x)"),), inside])
+    seen = [0, 0, 1, 1, 1]
+    samples = code_samples(tree, [(at, numbers[n], 0, 0, 0, 0) for at, n in enumerate(seen)])
+    backward = np.full(5, POSITIONS.index("backward"))
+    lines = line_frame(samples, (backward, np.array([3e6, 3e6, 2e6, 0.0, 0.0])))
+    rows = [row.split() for row in view_text(lines_view(lines, ())).splitlines()]
+    shown = {" ".join(row[-2:]): row[:4] for row in rows if "train.py:" in " ".join(row)}
+    assert shown == {
+        "<module>: attend(x)": ["75", "%", "100", "%"], "mask: fill(m)": ["25", "%", "25", "%"]
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("counts", "named"),
     [((45, 20, 35), "a, c"), ((45, 30, 25), "a"), ((30, 30, 40), "c"), ((30, 30, 30), "")],
