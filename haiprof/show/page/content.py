@@ -155,7 +155,7 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
         ),
         fates=PageTable("", head, rows, left=head),
         rows=lanes,
-        ends=(f"{duration_text(before)} before", f"{duration_text(after)} after"),
+        ends=(f"{duration_text(before)} before the failure", f"{duration_text(after)} after it"),
         more=max(0, len(fates) - _ROWS),
     )
 

@@ -151,8 +151,8 @@ def test_page_says_what_to_do_after_a_death_as_the_terminal_does(tmp_path: Path)
     job = Job(tmp_path / "run", ranks=2)
     job.died(0, 0, "NameError", "name 'x' is not defined")
     page = parts_of(report_html(page_content(Analyzer(job.run.root))))
-    for section in ("verdict", "death"):
-        assert "STOP: an error of the program" in page.by_id(section).text
+    assert "STOP: an error of the program" in page.by_id("verdict").text
+    assert "STOP: an error of the program" not in page.by_id("death").text  # not twice
 
 
 def test_run_without_steps_says_so(tmp_path: Path) -> None:
