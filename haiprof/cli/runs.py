@@ -124,10 +124,11 @@ def lines(
     """Show which lines of your code take the time, by rank and position, as they were sampled.
 
     haiprof looks at the training thread's Python stack up to 100 times a second (less often
-    later), and at those of DataLoader workers. `itself` is the share of time in which a line was the
-    innermost one of your code: it ran, or a library that it called. `with what it calls` counts all
-    time that has the line anywhere, `per step` is what it takes itself of the mean step, as in the
-    verdict. Samples that waited for other ranks or for a core are counted, but no line's. Libraries are not listed; --html draws them as a flame graph by rank and position, with
+    later), and at those of DataLoader workers. `itself` is the share of time in which a line was
+    the innermost one of your code: it ran, or a library that it called. `with what it calls` counts
+    all time that has the line anywhere, `per step` is what it takes itself of the mean step, as in
+    the verdict; samples that waited for a core or for other ranks are counted, and are no line's
+    time. Libraries are not listed; --html draws them as a flame graph by rank and position, with
     --baseline also against another run; --speedscope and --collapsed have all stacks.
 
     For example:

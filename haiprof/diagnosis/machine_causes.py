@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from haiprof.base.units import (
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import SAME_COUNT_RATIO
 from haiprof.diagnosis.verdict import Finding, make_finding
+from haiprof.run_analysis.run_files import integer, number, objects, text
 from haiprof.run_analysis.settings import Placement
 
 DRIFT_PHASE_RATIO = 0.50
@@ -45,6 +47,7 @@ LOADER_WORKERS = "loader_workers"
 """Cause of too few cores where they would do without what the loader's workers compute."""
 
 _NAMED_RANKS = 4
+_NAMED_PROCESSES, _NAMED_CORES = 3, 0.05
 _THROTTLES = {
     "throttle_thermal_ratio": "temperature",
     "throttle_sw_thermal_ratio": "temperature",
@@ -176,13 +179,33 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
     if used is None or used < missed:
         return None
     return make_finding(
-        f"other processes use the CPUs ({number_text(used)} cores)",
+        f"other processes use the CPUs ({number_text(used)} cores{_names_of_others(inputs, host)})",
         "see what else runs there (top, haiprof ls) and move it, or give the job cores of its own "
         "(srun --exclusive, a cpuset)",
         ("cores used by others on its node", used, "cores"),
         ("cores used by the rank", inputs.busy_cores.get(rank), "cores"),
         rule=NEIGHBOURS,
     )
+
+
+def _names_of_others(inputs: RuleInputs, host: str | None) -> str:
+    """`: pytest 1.1, node 0.3`: whose cores were seen, the mean over all looks."""
+    looks = [
+        line
+        for node in inputs.analyzer.files.nodes
+        if node.host == host
+        for line in node.of_type("other_processes")
+    ]
+    whole_ns = sum(integer(line.get("elapsed_ns")) or 0 for line in looks)
+    used: dict[str, float] = defaultdict(float)
+    for line in looks:
+        for each in objects(line.get("processes")):
+            ns = (number(each.get("cores")) or 0.0) * (integer(line.get("elapsed_ns")) or 0)
+            used[visible(text(each.get("name")) or "?")] += ns
+    most = sorted(used, key=lambda name: -used[name])[:_NAMED_PROCESSES]
+    means = [(name, used[name] / whole_ns) for name in most]
+    named = [f"{name} {number_text(cores)}" for name, cores in means if cores >= _NAMED_CORES]
+    return f": {', '.join(named)}" if named else ""
 
 
 def shared_cores(inputs: RuleInputs, rank: int) -> tuple[tuple[Placement, ...], int]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from haiprof.agent.job_environment import Surroundings
 from haiprof.agent.node_agent import Agent
 from haiprof.agent.notifications import Notifier, send_death
+from haiprof.agent.other_processes import OtherProcesses
 from haiprof.agent.process_ends import ProcessEnds, note_job_end, note_launcher_gone, note_signal
 from haiprof.agent.reactions import Reactor
 from haiprof.agent.step_watch import Watch
@@ -71,6 +72,7 @@ class Job:
     _kineto: KinetoAgent | None = None
     _reactor: Reactor | None = None
     _ends: ProcessEnds | None = None
+    _others: OtherProcesses | None = None
     _notifier: Notifier | None = None
     _trainjob: TrainJobStatus | None = None
     _death_is_sent: bool = False
@@ -239,6 +241,7 @@ class Job:
             )  # fmt: skip
         if options.detail_h:
             self._folder = RunFolder(run, agent.host, options.detail_h, in_child=unblock)
+        self._others = OtherProcesses(run, agent.host)
         if options.react != "off" or options.notify:
             watch = Watch(
                 options.slow_limit, options.hang_limit, record_s=options.time_s,
@@ -324,6 +327,7 @@ class Job:
         agent.serve()
         self._turn("_folder")
         self._turn("_ends", agent.live_ranks())
+        self._turn("_others", agent.live_ranks())
         self._turn("_reactor", agent)
         self._turn("_trainjob", agent)
         if self._verdict is not None:

@@ -22,6 +22,7 @@ from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_lines import INDEPENDENT
 from haiprof.run_format.tables import CGROUP
+from haiprof.run_format.writer import append_line
 from haiprof.show.card import verdict_card, view_text
 from haiprof.show.run_header import manifest_or_none, run_header
 from tests.unit.analysis.recorded import (
@@ -922,6 +923,15 @@ def test_neighbours_come_first_only_where_they_surely_cost_more(
     assert {each.rule for each in found[:2]} == {"forward_bound", "busy_neighbours"}
     lost = {each.rule: each.lost_ratio or 0.0 for each in found}
     assert lost["busy_neighbours"] > lost["forward_bound"]
+
+
+def test_neighbours_have_their_names(root: Path) -> None:
+    write_cores(root, [Cores(main=0.5, wait=0.5)], others=1.5)
+    for name, seconds, cores in (("pytest", 10, 1.2), ("pytest", 30, 0.8), ("bash", 40, 0.01)):
+        seen = [{"pid": 7, "name": name, "cores": cores}]
+        line = {"type": "other_processes", "elapsed_ns": seconds * NS_PER_S, "processes": seen}
+        append_line(RunPaths(root).node("node0").events, line)
+    assert "(1.50 cores: pytest 0.45)" in judged(root).headline
 
 
 LINALG = (f"{SITE}/torch/functional.py", 100, "norm")
