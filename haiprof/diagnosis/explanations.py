@@ -165,6 +165,9 @@ def explain(question: Question) -> Finding:
         said = replace(said, evidence=(*said.evidence, *_sent_again(question)))
     if account.activity == "wait: lock":
         said = _with_holder(question, said)
+    if paid := re.match(r"every \d+\w\w step", account.when):  # so it is done every N steps already
+        remedy = said.remedy.replace("every N steps", f"less often than {paid[0]}")
+        said = replace(said, remedy=remedy)
     return _name_alone(question, said)
 
 

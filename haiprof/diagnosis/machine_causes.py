@@ -196,7 +196,7 @@ def _names_of_others(inputs: RuleInputs, host: str | None) -> str:
         if node.host == host
         for line in node.of_type("other_processes")
     ]
-    whole_ns = sum(integer(line.get("elapsed_ns")) or 0 for line in looks)
+    whole_ns = max(sum(integer(line.get("elapsed_ns")) or 0 for line in looks), 1)
     used: dict[str, float] = defaultdict(float)
     for line in looks:
         for each in objects(line.get("processes")):

@@ -263,6 +263,7 @@ class Story:
     lost: float
     cause: str | None = None
     says: str = ""
+    does: str = ""
     place: str = ""
     rank: int | None = None
 
@@ -341,7 +342,7 @@ STORIES = {
             steps=200,
         ),
         slug="forward_bound", lost=0.34, place="train.py:7 sometimes",
-        says="paid every 10th step, 90",
+        says="paid every 10th step, 90", does="less often than every 10th step",
     ),
     "forward since a step": Story(
         write=sampled(
@@ -498,6 +499,7 @@ def test_the_cause_is_said_first(root: Path, name: str) -> None:
     assert verdict.headline == first.title
     assert first.lost_ratio == pytest.approx(story.lost, abs=0.02)
     assert story.says in first.title
+    assert story.does in first.remedy
     assert story.cause in (None, first.cause)
     assert [line.location for line in first.code_lines][:1] == [story.place] * bool(story.place)
     assert first.gain is not None
