@@ -18,6 +18,7 @@ from haiprof.base.errors import HaiprofError
 from haiprof.cli.command_line import option
 from haiprof.cli.output import Output, json_text, stdout_console, terminal_width
 from haiprof.cli.shared import AS_JSON, JOB_NAME, LOG_DIRS, log_dirs, sees_others
+from haiprof.run_format.layout import RunPaths
 from haiprof.show.views.jobs import BACK, DOWN, ENTER, QUIT, UP
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ def top(
     from haiprof.show.terminal import shows_colors
     from haiprof.show.views.jobs import JOBS, RANKS, Selection, top_view
 
+    if job is not None and Path(job).is_dir() and not RunPaths(Path(job)).manifest.exists():
+        job, log_dir = None, [Path(job)]  # as `haiprof ls DIR` takes a log directory
     is_live = not (as_json or once) and sys.stdout.isatty()
     if job is None and not (is_live or as_json):
         ps(log_dir=log_dir, verdict=False, as_json=False)

@@ -266,6 +266,11 @@ def test_option_that_begins_a_command_of_the_group_is_suggested(run: Run) -> Non
     assert "did you mean --live?" in ran.err
 
 
+def test_live_list_takes_a_log_directory(log_dir: Path, run: Run) -> None:
+    ran = run("ls", log_dir, "--live", "--once")
+    assert (ran.status, ran.err) == (0, "")
+
+
 def test_a_folder_of_log_directories_names_them(tmp_path: Path, run: Run) -> None:
     write_rank(write_run(tmp_path / "jobs" / "logs-a" / "job-1"), spans_of("F B O " * 3))
     write_rank(write_run(tmp_path / "jobs" / "old" / "logs-b" / "job-2"), spans_of("F B O " * 3))
