@@ -266,8 +266,8 @@ def test_option_that_begins_a_command_of_the_group_is_suggested(run: Run) -> Non
     assert "did you mean --live?" in ran.err
 
 
-def test_live_list_takes_a_log_directory(log_dir: Path, run: Run) -> None:
-    ran = run("ls", log_dir, "--live", "--once")
+def test_live_list_takes_a_log_directory(job: RunPaths, run: Run) -> None:
+    ran = run("ls", job.root.parent, "--live", "--once")
     assert (ran.status, ran.err) == (0, "")
 
 
