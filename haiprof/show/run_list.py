@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.log_addresses import shown_path
-from haiprof.base.units import MISSING, duration_text
+from haiprof.base.units import MISSING, duration_text, ratio_text
 from haiprof.base.users import other_uid, user_name
 from haiprof.run_format.control import Schema, conform, is_count, is_none_or, is_string
 from haiprof.run_format.kept_answers import fingerprint, keep_answer, read_answer
@@ -41,7 +41,8 @@ _SOURCES = (MANIFEST_NAME, "ranks", "nodes", "uncaught", "memory", "flight", "co
 _RANK_S = 0.004
 """What reading a rank takes; 1,024 of 1,000 steps took 4.5 s (benchmarks/scale_sweep.py)."""
 _OF_HEADER = ("name", "path", "start_wall_ns", "duration_ns", "state", "exit_status", "signal")
-_COMPUTED = ("step_count", "step_ns", "died_of", "died_rank", "problem", "is_counted")
+_COMPUTED = ("step_count", "step_ns", "died_of", "died_rank", "slowed_by", "problem",
+             "is_counted")  # fmt: skip
 """Fields that take reading the ranks' files; the others are cheap."""
 
 
@@ -67,6 +68,8 @@ class RunEntry:
     """Why it died, in a word: `exception`, `out of memory`; None where it did not."""
     died_rank: int | None = None
     """The rank that it began with; None where it is not known, or were several."""
+    slowed_by: str | None = None
+    """The first problem of its verdict: `evaluation heavy, 41 %`; None without one."""
     problem: str | None = None
     """Why something of it cannot be read."""
     is_counted: bool = False
@@ -81,7 +84,7 @@ _COUNTS = ("start_wall_ns", "duration_ns", "step_count", "died_rank")
 _KEPT: Schema = {
     **dict.fromkeys(("name", "path"), is_string),
     **dict.fromkeys(_COUNTS, is_none_or(is_count)),
-    **dict.fromkeys(("user", "signal", "died_of", "problem"), is_none_or(is_string)),
+    **dict.fromkeys(("user", "signal", "died_of", "slowed_by", "problem"), is_none_or(is_string)),
     "state": (RUNNING, ENDED, KILLED, DAMAGED).__contains__,
     "exit_status": is_none_or(lambda value: type(value) is int and abs(value) < 1 << 31),
     "rank_count": is_count,
@@ -232,11 +235,24 @@ def _saved_verdict(run: RunPaths, end_wall_ns: int | None) -> dict[str, Any] | N
     death, step_ns = content.get("death"), content.get("step_ns")
     step_ns = step_ns if _is_time(step_ns) else None
     if death is None:
-        return {"step_count": steps, "step_ns": step_ns, "died_of": None, "died_rank": None}
+        found = {"died_of": None, "died_rank": None, "slowed_by": _first_problem(content)}
+        return {"step_count": steps, "step_ns": step_ns, **found}
     cause, ranks = (death.get("cause"), death.get("ranks")) if isinstance(death, dict) else (0, 0)
     if not isinstance(cause, str) or cause not in WORDS or not isinstance(ranks, list):
         return None
     return {"step_count": steps, "step_ns": step_ns, **_death_words(cause, ranks)}
+
+
+def _first_problem(content: Mapping[str, Any]) -> str | None:
+    findings = content.get("findings")
+    first = findings[0] if isinstance(findings, list) and findings else None
+    if not isinstance(first, dict) or first.get("severity") not in ("critical", "warning"):
+        return None
+    slug, lost = first.get("slug"), first.get("lost_ratio")
+    share = f", {ratio_text(lost)}" if type(lost) is float and _is_time(lost) else ""
+    if not isinstance(slug, str) or not (slug.isascii() and slug.isidentifier()):
+        return None
+    return slug.replace("_", " ") + share
 
 
 def _death_words(cause: str, ranks: Sequence[object]) -> dict[str, Any]:
@@ -267,5 +283,5 @@ def _number(number: int | None) -> str:
 
 def _why_text(run: RunEntry) -> str:
     if run.died_of is None:
-        return ""
+        return run.slowed_by or ""
     return run.died_of if run.died_rank is None else f"rank {run.died_rank}: {run.died_of}"

@@ -188,6 +188,22 @@ def test_list_reads_the_verdict_that_the_launcher_saved_at_the_end(
     assert copy.step_count == STEPS
 
 
+@pytest.mark.parametrize(
+    ("finding", "said"),
+    [({}, "evaluation heavy, 41 %"), ({"lost_ratio": None}, "evaluation heavy"),
+     ({"severity": "info"}, None), ({"slug": "\x1b[2J"}, None), ({"slug": 7}, None)],
+)  # fmt: skip
+def test_list_says_what_slows_a_run(
+    job: RunPaths, finding: dict[str, object], said: str | None
+) -> None:
+    assert main(["verdict", str(job.root), "--save"]) == 0
+    content = json.loads(job.verdict_json.read_text())
+    first = {"slug": "evaluation_heavy", "severity": "critical", "lost_ratio": 0.41} | finding
+    job.verdict_json.write_text(json.dumps(content | {"findings": [first]}))
+    (entry,) = run_list(job.root.parent)
+    assert entry.slowed_by == said
+
+
 def test_long_list_counts_the_newest_runs_and_the_others_when_asked(
     job: RunPaths, run: Run
 ) -> None:
