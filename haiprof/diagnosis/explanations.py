@@ -268,9 +268,8 @@ def _waits_for_loader(question: Question) -> Finding:
     lines = code_lines(loading, "the workers' loading", 1.0)
     if why is not None and why.rule == "epoch_restart":
         beside = question.samples.take(question.samples.phase == WORKER_WAITING)
-        lines = code_lines(beside, "what the workers do beside loading", 1.0) or lines
-        title = f"{why.title}{_largest_text(lines)}"
-        why = replace(why, title=title)
+        starting = code_lines(beside, "what the workers do beside loading", 1.0)
+        why, lines = replace(why, title=why.title + _largest_text(starting)), starting or lines
     if why is None or why.rule in ("few_workers", "no_workers", "cores_full", "slow_samples"):
         starved = starvation(inputs)
         lost = (
