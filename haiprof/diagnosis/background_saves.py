@@ -18,7 +18,6 @@ from haiprof.run_analysis.lines import written_in
 from haiprof.run_analysis.run_files import RankFiles, integer, text
 from haiprof.run_analysis.run_frames import Cells, RunFrames
 from haiprof.run_analysis.step_positions import (
-    BACKWARD,
     BETWEEN_STEPS,
     CHECKPOINT,
     COMPILE,
@@ -167,10 +166,7 @@ def _own_times(time: JobTime) -> tuple[Floats, dict[int, Floats]]:
     for row, position in enumerate(time.used):
         if position in _NOT_OF_STEPS:
             continue
-        ns = time.cell_ns[row]
-        if position == BACKWARD:
-            ns = np.maximum(ns - time.peer_ns, 0.0)
-        by_position[position] = time.of_covered(ns).astype(np.float64)
+        by_position[position] = time.of_covered(time.position_ns(row)).astype(np.float64)
     by_position[_PAUSES] = time.of_covered(time.collected_ns).astype(np.float64)
     whole: Floats = np.sum(list(by_position.values()), axis=0)
     return whole, by_position

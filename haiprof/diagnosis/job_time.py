@@ -24,7 +24,7 @@ from haiprof.run_analysis.ledger import (
 )
 from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.run_frames import Cells
-from haiprof.run_analysis.step_positions import BACKWARD
+from haiprof.run_analysis.step_positions import BACKWARD, StepPositions
 
 Singles = npt.NDArray[np.float32]
 FREE, BESIDE, NEITHER = 0, 1, -1
@@ -86,8 +86,10 @@ class JobTime:
     """[rank, kind or collections, position]: over all steps."""
     waits_for_all: bool
     """Whether ranks wait for the slowest."""
-    peer_ns: Singles
-    """[rank, step]: waiting for later ranks."""
+    waits_ns: Mapping[int, Singles]
+    """By position: [rank, step], waiting for later ranks there."""
+    segment: Ints
+    """[position]: in which part of the step it is: a part ends where ranks wait for each other."""
     covered: Bools
     """[step]: where that is known."""
     slowest: int
@@ -102,13 +104,36 @@ class JobTime:
     """By rank: another one whose samples tell of it, where it has none of its own."""
 
     @property
+    def peer_ns(self) -> Singles:
+        """[rank, step]: waiting for later ranks."""
+        return _sum_of(self.waits_ns, self.period_ns)
+
+    @property
     def own_ns(self) -> Singles:
         """[rank, covered step]: the period less waiting for peers."""
         return self.of_covered(self.period_ns) - self.of_covered(self.peer_ns)
 
+    def position_ns(self, row: int) -> Singles:
+        """[rank, step]: the time in one of the used positions, less waiting for peers."""
+        found: Singles = self.cell_ns[row]
+        waits = self.waits_ns.get(self.used[row])
+        return found if waits is None else np.maximum(found - waits, 0.0)
+
+    def own_by_segment(self) -> Singles:
+        """[segment, rank, covered step]: `own_ns` by segment, collections in the last one."""
+        own = np.zeros((int(self.segment.max()) + 1, *self.period_ns.shape), dtype=np.float32)
+        if len(own) == 1:
+            return self.own_ns[None]
+        for row, position in enumerate(self.used):
+            own[self.segment[position]] += self.cell_ns[row]
+        for position, waits in self.waits_ns.items():
+            own[self.segment[position]] -= waits
+        own[-1] += self.collected_ns
+        return self.of_covered(own)
+
     def of_covered(self, values: Singles) -> Singles:
-        """[rank, covered step] of [rank, step]; a view where that is all of them."""
-        return values if self.covered.all() else values[:, self.covered]
+        """[..., covered step] of [..., step]; a view where that is all of them."""
+        return values if self.covered.all() else values[..., self.covered]
 
     def average(self, values: Floats | Singles) -> Floats:
         """The mean over steps, or covered ones, of [..., step]: a block counts as its steps."""
@@ -142,40 +167,47 @@ class JobTime:
     def gains(self, parts: Singles) -> Floats:
         """[step]: what the job's step becomes shorter by without some part of it.
 
-        max_r T[r,k] - max_r (T[r,k] - a[r,k]), where T is a rank's own time, its period less
-        waiting for peers: ranks wait for the slowest. Steps where that is not known are left out.
-        Of ranks that are not in step, the slowest of each step add up to more than the job takes:
-        then all is scaled to that.
+        Per segment max_r T[r,k] - max_r (T[r,k] - a[r,k]), where T is a rank's own time, its period
+        less waiting for peers: ranks wait for the slowest of each segment, which may be another
+        one. Steps where that is not known are left out. Of ranks that are not in step, the slowest
+        of each step add up to more than the job takes: then all is scaled to that.
         What the host does while its device is busy gains nothing: a is no longer than the device
-        was idle in that step. `parts` is a, [rank, step] in ns.
+        was idle in that step. `parts` is a, [segment, rank, step] in ns.
         """
         if self.idle_ns is not None:
-            parts = np.minimum(parts, self.idle_ns)
+            whole = parts.sum(axis=0)
+            parts = parts * (np.minimum(whole, self.idle_ns) / np.maximum(whole, 1e-9))
         if not self.waits_for_all or len(self.ranks) < 2:
-            mean: Floats = parts.mean(axis=0, dtype=np.float64)
+            mean: Floats = parts.sum(axis=0).mean(axis=0, dtype=np.float64)
             return mean
-        own = self.own_ns
-        slowest = own.max(axis=0)
+        own = self.own_by_segment()
+        slowest = own.max(axis=1).sum(axis=0)
         own -= self.of_covered(parts)
-        gained: Singles = slowest - own.max(axis=0)
+        gained: Singles = slowest - own.max(axis=1).sum(axis=0)
         took = float(self.average(self.of_covered(self.period_ns)).max())
         scale = min(took / max(float(self.average(slowest)), 1.0), 1.0)
         return gained.astype(np.float64) * scale
 
     def series_of(self, table: TimeTable, rows: Ints) -> Singles:
         """[rank, step]: the time of some rows; unsampled ranks are as those that were sampled."""
+        parts = self.parts_of(table, rows)
+        found: Singles = parts[0] if len(parts) == 1 else parts.sum(axis=0)
+        return found
+
+    def parts_of(self, table: TimeTable, rows: Ints) -> Singles:
+        """[segment, rank, step]: the same by segment."""
         share = self._share(table, rows).astype(np.float32)
-        found = np.zeros(self.period_ns.shape, dtype=np.float32)
+        found = np.zeros((int(self.segment.max()) + 1, *self.period_ns.shape), dtype=np.float32)
         for row, position in enumerate(self.used):
             if share[:, :_COLLECTED, position].any():
                 part = np.take_along_axis(share[:, :, position], self.kind[row], axis=1)
                 part *= self.cell_ns[row]
-                found += part
+                found[self.segment[position]] += part
         collected = self.totals_ns[:, _COLLECTED]
         whole = np.maximum(collected.sum(axis=1), 1.0)
         paused = (share[:, _COLLECTED] * collected).sum(axis=1) / whole
         if paused.any():
-            found += paused[:, None].astype(np.float32) * self.collected_ns
+            found[-1] += paused[:, None].astype(np.float32) * self.collected_ns
         return found
 
     def mean_of(self, table: TimeTable, rows: Ints) -> float:
@@ -381,7 +413,7 @@ def job_time(
     steps: Mapping[int, Cells],
     load: Callable[[int], tuple[Ints, Ints]],
     used: Sequence[int],
-    peers: Mapping[int, Mapping[int, int]] | None,
+    peers: PeerWaits | None,
     tails: Mapping[int, float] | None = None,
     device: Mapping[int, DeviceUse] | None = None,
     beside: Mapping[int, Ints] | None = None,
@@ -389,8 +421,8 @@ def job_time(
     """Puts the judged steps of ranks side by side; of at least one rank.
 
     `load` gives the exact times of a rank, [position, cell] without collections and in these;
-    `used` are the positions that any rank was in. `peers` says by rank and step how long it waited
-    for later ranks (None: no collectives are known). Where it says nothing, `tails` does: of a
+    `used` are the positions that any rank was in. `peers` says how long ranks waited for later ones
+    (None: no collectives are known). Where it says nothing, `tails` does: of a
     rank's backward, what follows the last collective that it began there. It waits in that, and
     needs no clock in common with others. `beside` says by rank of each of its cells whether it
     began while a save was written beside it: BESIDE, FREE or NEITHER.
@@ -427,7 +459,8 @@ def job_time(
     means = average(period, count)
     alike = len(ranks) > 1 and float(np.ptp(means)) < _ALIKE_RATIO * float(means.max())
     backward = cells[list(used).index(BACKWARD)] if BACKWARD in used else collected
-    peer, covered = _peer_waits(ranks, common, backward, peers, tails or {})
+    waits, covered, segment = _peer_waits(ranks, common, backward, peers, tails or {})
+    own_means = means - average(_sum_of(waits, period), count)
     return JobTime(
         ranks=ranks,
         step=common,
@@ -440,9 +473,10 @@ def job_time(
         period_ns=period,
         totals_ns=totals,
         waits_for_all=len(ranks) > 1 and (peers is not None or alike),
-        peer_ns=peer,
+        waits_ns=waits,
+        segment=segment,
         covered=covered,
-        slowest=ranks[int((means - average(peer, count)).argmax())],
+        slowest=ranks[int(own_means.argmax())],
         idle_ns=None if device is None else idle,
         is_idle_known=bool(device) and all(each.is_known for each in (device or {}).values()),
         is_idle_bound=any(each.busy_ratio is None for each in (device or {}).values()),
@@ -509,10 +543,7 @@ def _longer(time: JobTime, place: int, late: Ints, avoidable_ns: Floats, extra_n
     """[position]: what one of the late ranks needs beyond the middle one of the others."""
     longer = np.zeros(_COUNT)
     for row, position in enumerate(time.used):
-        cells = time.cell_ns[row]
-        if position == BACKWARD:
-            cells = np.maximum(cells - time.peer_ns, 0.0)
-        cells = time.of_covered(cells)
+        cells = time.of_covered(time.position_ns(row))
         others = np.median(np.delete(cells, late, axis=0), axis=0)
         usual = np.median(np.delete(avoidable_ns[:, position], late))
         beyond = float(time.average(cells[place] - others)) - (
@@ -533,48 +564,93 @@ def _is_steady(series: Floats) -> bool:
     return float(high[at[0] : at[-1] + 1].mean()) >= _PERIODIC
 
 
+class PeerWaits(NamedTuple):
+    """Waiting for later ranks at collectives."""
+
+    ns: Mapping[int, Mapping[int, Mapping[int, int]]]
+    """By position, rank and step."""
+    early: frozenset[int]
+    """Positions that begin with it: all else in them comes after (broadcasts before forward)."""
+
+
+def _sum_of(waits: Mapping[int, Singles], like: Singles) -> Singles:
+    """[rank, step]: waiting in all positions."""
+    found = np.zeros_like(like)
+    for waiting in waits.values():
+        found += waiting
+    return found
+
+
 def _peer_waits(
     ranks: Sequence[int],
     step: Ints,
     backward: Singles,
-    peers: Mapping[int, Mapping[int, int]] | None,
+    peers: PeerWaits | None,
     tails: Mapping[int, float],
-) -> tuple[Singles, Bools]:
-    """[rank, step] and the steps where it is known: by collectives, else by lengths of backward."""
-    if peers is not None:
-        covered = np.array(
-            [all(number in peers.get(rank, {}) for rank in ranks) for number in step.tolist()]
-        )
-        if covered.sum() >= _COVERED_MIN:
-            waits = [[peers[rank].get(number, 0) for number in step.tolist()] for rank in ranks]
-            return np.array(waits, dtype=np.float32), covered
-    waiting = backward * np.array([[tails.get(rank, 1.0)] for rank in ranks], dtype=np.float32)
-    return waiting - waiting.min(axis=0), np.ones(len(step), dtype=np.bool_)
+) -> tuple[dict[int, Singles], Bools, Ints]:
+    """By position [rank, step], the steps where it is known, and the segment of each position.
+
+    By collectives, else by lengths of backward.
+    """
+    waits, seen = dict[int, Singles](), np.zeros(backward.shape, dtype=np.bool_)
+    often = set[int]()
+    for position, known in (peers.ns if peers else {}).items():
+        own = np.array([[of_rank.get(number, -1) for number in step.tolist()]
+                        for of_rank in (known.get(rank, {}) for rank in ranks)])  # fmt: skip
+        waits[position] = np.maximum(own, 0).astype(np.float32)
+        seen |= own >= 0
+        often |= {position} if (own >= 0).all(axis=0).mean() >= 0.5 else set()
+    segment: Ints = np.zeros(_COUNT, dtype=np.int64)
+    covered = np.logical_and.reduce(seen)
+    if peers is None or covered.sum() < _COVERED_MIN:
+        tail = np.array([[tails.get(rank, 1.0)] for rank in ranks], dtype=np.float32)
+        waiting = backward * tail
+        found = {BACKWARD: waiting - waiting.min(axis=0)}
+        return found, np.ones(len(step), dtype=np.bool_), segment
+    ends = sorted({position - (position in peers.early) for position in often})
+    if len(ends) > 1:  # after the last one the first segment of the next step begins
+        segment = np.searchsorted(ends, np.arange(_COUNT)) % len(ends)
+    return waits, covered, segment
 
 
 def peer_waits(
-    groups: Sequence[Arrivals], starts: Mapping[int, tuple[int, Ints]]
-) -> dict[int, dict[int, int]]:
-    """By rank and step: from when a rank began its collectives until the last rank began them.
+    groups: Sequence[Arrivals],
+    starts: Mapping[int, tuple[int, Ints]],
+    positions_of: Callable[[int], tuple[StepPositions, int]],
+) -> PeerWaits:
+    """From when a rank began its collectives until the last rank began them.
 
     Collectives between which ranks have not waited for each other (buckets of one backward) count
     once, by the last of them: the delay before it is the same. `starts` has by rank the number of a
-    step, and the begin of each of its steps from there on in Unix time.
+    step, and the begin of each of its steps from there on in Unix time; `positions_of` a rank's
+    positions on their clock, and Unix time less that.
     """
-    found: dict[int, dict[int, int]] = {}
+    found: dict[int, dict[int, dict[int, int]]] = {}
+    before, after = np.zeros(_COUNT), np.zeros(_COUNT)
     for group in groups:
         created = group.created_ns
         waited = created.min(axis=0)[1:] >= created.max(axis=0)[:-1]
         last = np.flatnonzero(np.append(waited, True))
         waits = (created.max(axis=0) - created)[:, last]
-        for place, rank in enumerate(group.ranks):
+        # All ranks run the same code: one tells in which position it is, and where in that.
+        positions, offset_ns = positions_of(group.ranks[0])
+        at_ns = created[0][last] - offset_ns
+        place = positions.at(at_ns)
+        known = place >= 0
+        position = np.where(known, positions.position[place], BACKWARD)
+        ends = np.append(positions.start_ns[1:], positions.end_ns)
+        np.add.at(before, position[known], (at_ns - positions.start_ns[place])[known])
+        np.add.at(after, position[known], (ends[place] - at_ns - waits[0])[known])
+        for row, rank in enumerate(group.ranks):
             first, begun = starts.get(rank, (0, last[:0]))
-            step = np.searchsorted(begun, created[place][last], "right") - 1
-            known = found.setdefault(rank, {})
-            for number, wait in zip(step.tolist(), waits[place].tolist(), strict=True):
+            step = np.searchsorted(begun, created[row][last], "right") - 1
+            for number, own, wait in zip(
+                step.tolist(), position.tolist(), waits[row].tolist(), strict=True
+            ):
                 if number >= 0:
-                    known[first + number] = known.get(first + number, 0) + wait
-    return found
+                    of_rank = found.setdefault(own, {}).setdefault(rank, {})
+                    of_rank[first + number] = of_rank.get(first + number, 0) + wait
+    return PeerWaits(found, frozenset(np.flatnonzero(before < after).tolist()))
 
 
 def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:

@@ -183,8 +183,13 @@ def run_ledger(
     is_whole = len({(group.group, group.group_name) for group in groups}) == len(groups)
     peers = None
     if groups:
-        peers = peer_waits(groups, analyzer.step_starts(steps)) if is_whole else {}
-    tails = {} if peers or not groups else {r: analyzer.backward_tail(r) for r in steps}
+        peers = peer_waits(
+            groups if is_whole else [], analyzer.step_starts(steps),
+            lambda rank: analyzer.step_positions(rank)[:2],
+        )  # fmt: skip
+    tails = (
+        {} if (peers and peers.ns) or not groups else {r: analyzer.backward_tail(r) for r in steps}
+    )
     known = {rank: share for rank, share in tails.items() if share is not None}
     saves = find_saves(analyzer, steps, dict(inputs.ranks.select("rank", "host").rows()))
     time = job_time(
@@ -567,10 +572,11 @@ class _Accounts:
     def opportunity(self, found: Opportunity) -> Account:
         """What a change would remove, with its gain."""
         table, time = self.table, self.time
-        parts = time.series_of(table, found.rows)
+        split = time.parts_of(table, found.rows)
+        parts = split[0] if len(split) == 1 else split.sum(axis=0)
         mean = parts.mean(axis=0, dtype=np.float64)
         shown = found.rows[~table.hidden[found.rows]]  # behind the device it holds nothing up
-        gains = time.gains(parts if len(shown) == len(found.rows) else time.series_of(table, shown))
+        gains = time.gains(split if len(shown) == len(found.rows) else time.parts_of(table, shown))
         if found.activity == PEER_WAIT:  # others' lateness: it is theirs, unless they take turns
             gains = np.zeros(1)
             if found.key is not None:

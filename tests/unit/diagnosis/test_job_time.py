@@ -14,6 +14,7 @@ from haiprof.base.ledger import GROWING, POSITIONS
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.job_time import (
     JobTime,
+    PeerWaits,
     find_stragglers,
     job_time,
     peer_waits,
@@ -21,7 +22,14 @@ from haiprof.diagnosis.job_time import (
 from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import LONG, PYTHON, USUAL, TimeTable
 from haiprof.run_analysis.run_frames import Cells
-from haiprof.run_analysis.step_positions import AFTER_STEP, BACKWARD, EVALUATION, FORWARD
+from haiprof.run_analysis.step_positions import (
+    AFTER_STEP,
+    BACKWARD,
+    EVALUATION,
+    FORWARD,
+    PREPARE,
+    StepPositions,
+)
 from tests.unit.diagnosis.tables import tree_of
 
 STEPS = 200
@@ -72,7 +80,8 @@ def recorded(work: Mapping[int, Floats], *, known: bool) -> JobTime:
         for rank, ms in waits.items()
     }
     used = [p for p in range(len(POSITIONS)) if any(ms[p].any() for ms in times.values())]
-    return job_time(judged(numbers), load, used, peers if known else None)
+    known_waits = PeerWaits({BACKWARD: peers}, frozenset()) if known else None
+    return job_time(judged(numbers), load, used, known_waits)
 
 
 def working(ranks: int, extra: Work, at: int = FORWARD, steps: int = STEPS) -> dict[int, Floats]:
@@ -117,11 +126,11 @@ def test_gain_is_what_the_job_loses_by_it(story: str, known: bool) -> None:
     parts = np.array([[extra(r, s) for s in range(STEPS)] for r in range(ranks)])
     whole = played(ranks, extra, lambda _: True)
     assert time.mean_ns / NS_PER_MS == pytest.approx(whole)
-    gain = time.gains(parts * NS_PER_MS).mean() / NS_PER_MS
+    gain = time.gains(parts[None] * NS_PER_MS).mean() / NS_PER_MS
     assert gain == pytest.approx(whole - played(ranks, extra, lambda _: False))
     for rank in range(ranks):
         own = parts * (np.arange(ranks) == rank)[:, None] * NS_PER_MS
-        alone = time.gains(own).mean() / NS_PER_MS
+        alone = time.gains(own[None]).mean() / NS_PER_MS
         assert alone == pytest.approx(whole - played(ranks, extra, lambda r: r != rank))  # noqa: B023
         assert alone <= gain + 1e-9
 
@@ -132,7 +141,7 @@ def test_ranks_that_do_not_wait_for_each_other_gain_what_the_mean_one_does() -> 
     time = job_time(judged(own_numbers(own)), *only(FORWARD, own), None)
     assert not time.waits_for_all
     of_rank_1 = np.array([[0], [6]], dtype=np.float32).repeat(20, axis=1)
-    assert time.gains(of_rank_1).mean() == pytest.approx(3.0)
+    assert time.gains(of_rank_1[None]).mean() == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +164,13 @@ def test_ranks_with_unequal_steps_are_compared_where_both_have_them(
 def test_ranks_without_a_common_clock_wait_after_their_own_last_collective() -> None:
     """Both backwards take 20 ms; rank 0 begins its last collective after 10, rank 1 after 18."""
     own = {rank: np.full(20, 20) for rank in (0, 1)}
-    time = job_time(judged(own_numbers(own)), *only(BACKWARD, own), {}, {0: 0.5, 1: 0.1})
+    time = job_time(
+        judged(own_numbers(own)), *only(BACKWARD, own), PeerWaits({}, frozenset()), {0: 0.5, 1: 0.1}
+    )
     assert time.waits_for_all
     assert time.own_ns.mean(axis=1) / NS_PER_MS == pytest.approx([12.0, 20.0])
     of_rank_1 = np.array([[0], [8e6]], dtype=np.float32).repeat(20, axis=1)
-    assert time.gains(of_rank_1).mean() == pytest.approx(8e6)
+    assert time.gains(of_rank_1[None]).mean() == pytest.approx(8e6)
 
 
 # -- stragglers -----------------------------------------------------------------------------------
@@ -354,8 +365,40 @@ def test_buckets_of_one_backward_are_one_delay_and_barriers_are_several() -> Non
         group="0", group_name="world", ranks=(0, 1), kinds=("all_reduce",) * 6, created_ns=created
     )
     starts = {rank: (0, np.array([0, 100]) * NS_PER_MS) for rank in (0, 1)}
-    found = peer_waits([group], starts)
-    assert found == {0: {0: 35 * NS_PER_MS, 1: 35 * NS_PER_MS}, 1: {0: 0, 1: 0}}
+    begins = np.array([0, 8, 45, 100, 108, 145]) * NS_PER_MS
+    positions = StepPositions(
+        start_ns=begins, end_ns=200 * NS_PER_MS,
+        position=np.array([FORWARD, BACKWARD, AFTER_STEP] * 2),
+        around_closure=np.zeros(6, dtype=bool), collecting=np.zeros(6, dtype=bool),
+        period=np.repeat([0, 1], 3), step_count=2,
+    )  # fmt: skip
+    found = peer_waits([group], starts, lambda _: (positions, 0))
+    assert found.ns == {
+        BACKWARD: {0: {0: 30 * NS_PER_MS, 1: 30 * NS_PER_MS}, 1: {0: 0, 1: 0}},
+        AFTER_STEP: {0: {0: 5 * NS_PER_MS, 1: 5 * NS_PER_MS}, 1: {0: 0, 1: 0}},
+    }
+    assert found.early == {AFTER_STEP}
+
+
+def test_ranks_wait_for_the_slowest_of_each_part_of_a_step() -> None:
+    """Buffers are broadcast as forward begins: rank 0 is late there, and rank 1 in backward."""
+    ms = {rank: np.zeros((len(POSITIONS), STEPS)) for rank in (0, 1)}
+    ms[0][[PREPARE, FORWARD, BACKWARD]] = [[10.0], [5.0], [20.0 + 8.0]]
+    ms[1][[PREPARE, FORWARD, BACKWARD]] = [[2.0], [8.0 + 5.0], [28.0]]
+    times = {rank: (own * NS_PER_MS).astype(np.int64) for rank, own in ms.items()}
+    waits = {FORWARD: (0, 8), BACKWARD: (8, 0)}
+    peers = {
+        position: {r: dict.fromkeys(range(STEPS), each[r] * NS_PER_MS) for r in (0, 1)}
+        for position, each in waits.items()
+    }
+    load = lambda rank: (times[rank], np.zeros_like(times[rank]))  # noqa: E731
+    numbers = {rank: np.arange(STEPS) for rank in ms}
+    time = job_time(judged(numbers), load, [PREPARE, FORWARD, BACKWARD],
+                    PeerWaits(peers, frozenset([FORWARD])))  # fmt: skip
+    parts = np.zeros((2, 2, STEPS), dtype=np.float32)
+    parts[time.segment[PREPARE], 0] = 8 * NS_PER_MS
+    assert time.gains(parts).mean() == pytest.approx(8 * NS_PER_MS)  # though rank 1 takes as long
+    assert time.own_ns.mean(axis=1) / NS_PER_MS == pytest.approx([35.0, 35.0])
 
 
 def test_no_gain_is_longer_than_the_step_of_ranks_that_are_not_in_step() -> None:
@@ -368,10 +411,11 @@ def test_no_gain_is_longer_than_the_step_of_ranks_that_are_not_in_step() -> None
     numbers = {rank: np.arange(STEPS) for rank in ms}
     none: dict[int, dict[int, int]] = {rank: dict.fromkeys(range(STEPS), 0) for rank in ms}
     load = lambda rank: (times[rank], np.zeros_like(times[rank]))  # noqa: E731
-    time = job_time(judged(numbers), load, [FORWARD, BACKWARD], none)
+    waits = PeerWaits({BACKWARD: none}, frozenset())
+    time = job_time(judged(numbers), load, [FORWARD, BACKWARD], waits)
     assert time.waits_for_all
     step = float(time.period_ns.mean())
-    assert 0 < time.gains(extra.astype(np.float32)).mean() < step
+    assert 0 < time.gains(extra.astype(np.float32)[None]).mean() < step
 
 
 def test_growth_is_told_by_exact_times_though_samples_become_fewer() -> None:
