@@ -105,10 +105,8 @@ def graphml(graph: GraphDrawing) -> str:
 def _legend() -> list[str]:
     cells = "".join(f'<td bgcolor="{colour}">{text}</td>' for text, colour in _LEGEND)
     said = "dashed: calls; solid: order on a thread; orange: launch, stream; bold: waits"
-    table = (
-        '<table border="0" cellborder="0" cellspacing="4">'
-        f'<tr>{cells}</tr><tr><td colspan="{len(_LEGEND)}">{said}</td></tr></table>'
-    )
+    rows = f'<tr>{cells}</tr><tr><td colspan="{len(_LEGEND)}">{said}</td></tr>'
+    table = f'<table border="0" cellborder="0" cellspacing="4">{rows}</table>'
     return [f'  label=<{table}>; labelloc=t; fontname="Helvetica"; fontsize=11;']
 
 

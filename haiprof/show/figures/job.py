@@ -56,11 +56,9 @@ def _spread(grid: RankGrid, seconds: Floats) -> Iterator[go.Scatter]:
     values = grid.step_ns
     seen = ~np.isnan(values).all(axis=0)
     filled = np.where(seen, values, 0.0)
-    low, middle, high = np.nanpercentile(filled, [5, 50, 95], axis=0)
     slowest = np.nanargmax(filled, axis=0)
-    tops = np.nanmax(filled, axis=0)
-    for part in (low, middle, high, tops):
-        part[~seen] = np.nan
+    lines = np.nanpercentile(filled, [5, 50, 95, 100], axis=0)
+    low, middle, high, tops = np.where(seen, lines, np.nan)
     yield _line(seconds, low, "95 % of ranks", style.BLUE, width=0, showlegend=False)
     yield _line(
         seconds, high, "middle 90 % of ranks", style.BLUE, width=0, fill="tonexty", fillcolor=_BAND
@@ -131,14 +129,12 @@ SCALE = ((0.0, style.BLUE), (_MIDDLE, "#F2F2F2"), (0.5, "#F0B58A"), (1.0, style.
 def heat_style() -> dict[str, Any]:
     """The style of a heat map of ranks, without its numbers."""
     return {
-        "zmin": LOW_PERCENT,
-        "zmax": HIGH_PERCENT,
-        "colorscale": [list(stop) for stop in SCALE],
+        "zmin": LOW_PERCENT, "zmax": HIGH_PERCENT, "colorscale": [list(stop) for stop in SCALE],
         "hoverongaps": False,
         "hovertemplate": "rank %{y}, %{x:.1f} s: %{customdata:.3r} ms, "
         "%{z:+.1f} % of a median step above the median<extra></extra>",
         "colorbar": {"ticksuffix": " %", "thickness": 12, "outlinewidth": 0},
-    }
+    }  # fmt: skip
 
 
 _LATE_RANKS_HEIGHT_PX = 320
@@ -151,10 +147,8 @@ def late_ranks_figure(
     late: pl.DataFrame, *, step_ns: float | None, hung: Sequence[int] = ()
 ) -> go.Figure:
     """One bar per rank: its lateness per step in the group in which it is latest."""
-    known = late.filter(pl.col("late_ns_per_step").is_finite())
-    worst = known.sort("late_ns_per_step", descending=True).unique(
-        "rank", keep="first", maintain_order=True
-    )
+    known = late.filter(pl.col("late_ns_per_step").is_finite()).sort(-pl.col("late_ns_per_step"))
+    worst = known.unique("rank", keep="first", maintain_order=True)
     ordered = worst.sort("rank")
     marked = set(hung) or set(
         worst.head(1).filter(pl.col("late_ns_per_step") >= _LATE_RATIO * (step_ns or 0))["rank"]

@@ -50,27 +50,12 @@ def time_unit(ns: float | None) -> tuple[str, float]:
 
 def figure_layout(title: str, *, height: int) -> dict[str, Any]:
     """Layout that every figure shares."""
+    top = {"x": 0, "yref": "container", "yanchor": "top"}
     return {
-        "title": {
-            "text": title,
-            "x": 0,
-            "xref": "paper",
-            "y": 1,
-            "yref": "container",
-            "yanchor": "top",
-            "pad": {"t": 14},
-            "font": {"size": 16},
-        },
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "xanchor": "left",
-            "y": 1 - LEGEND_TOP_PX / height,
-            "yref": "container",
-            "yanchor": "top",
-            "font": {"size": 11},
-            "traceorder": "normal",
-        },
+        "title": {**top, "text": title, "xref": "paper", "y": 1, "pad": {"t": 14},
+                  "font": {"size": 16}},
+        "legend": {**top, "orientation": "h", "xanchor": "left", "y": 1 - LEGEND_TOP_PX / height,
+                   "font": {"size": 11}, "traceorder": "normal"},
         "height": height,
         "margin": {"l": 64, "r": 24, "t": 112, "b": 36},
         "paper_bgcolor": "white",
@@ -78,16 +63,13 @@ def figure_layout(title: str, *, height: int) -> dict[str, Any]:
         "font": {"family": FONT, "size": 12, "color": INK},
         "hoverlabel": {"font": {"family": FONT, "size": 12}},
         "barmode": "stack",
-    }
+    }  # fmt: skip
 
 
 AXIS = {
-    "gridcolor": GRID,
-    "zerolinecolor": GRID,
-    "linecolor": "#BBBBBB",
-    "ticks": "outside",
+    "gridcolor": GRID, "zerolinecolor": GRID, "linecolor": "#BBBBBB", "ticks": "outside",
     "exponentformat": "none",
-}
+}  # fmt: skip
 TIME_AXIS = {**AXIS, "ticksuffix": " s"}
 
 

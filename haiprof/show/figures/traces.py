@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,25 +12,8 @@ from plotly.subplots import make_subplots
 
 from haiprof.base.intervals import Floats
 from haiprof.base.units import BYTES_PER_GIB, NS_PER_MS, NS_PER_US, duration_text, shorten
+from haiprof.show.figures import style
 from haiprof.show.figures.job import rank_bars, stepped_line
-from haiprof.show.figures.style import (
-    AXIS,
-    BLUE,
-    BROWN,
-    DARK_GREY,
-    GREEN,
-    GREY,
-    GRID,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    YELLOW,
-    figure_layout,
-    series_color,
-    series_dash,
-    time_unit,
-)
 from haiprof.show.series import points_per_series, thin_points
 from haiprof.show.views.functions import kernel_label as short_label
 from haiprof.trace_analysis.device_time import OTHERS
@@ -59,16 +42,15 @@ class PartBars:
         names = row_names(rows, self.keys)
         known = [part for part in self.parts if part[0] in rows.columns]
         seen = [part for part in known if (rows[part[0]].sum() or 0) > 0]
-        whole = rows.select(pl.sum_horizontal(*(name for name, _, _ in seen))).to_series() if seen \
-            else pl.Series([], dtype=pl.Float64)  # fmt: skip
-        unit, size = ("%", 0.01) if share else time_unit(whole.max() if len(whole) else None)  # type: ignore[arg-type]
+        whole = rows.select(pl.sum_horizontal(pl.lit(0), *(name for name, *_ in seen))).to_series()
+        unit, size = ("%", 0.01) if share else style.time_unit(whole.max() if seen else None)  # type: ignore[arg-type]
         figure = go.Figure()
         for column, name, color in seen:
             values = rows[column] / whole if share else rows[column]
             shown = values.cast(pl.Float64) / size
             figure.add_trace(_bars(names, shown, name, color, f"{unit} {name}"))
         layout_rows(figure, names, title=self.title)
-        figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **AXIS)
+        figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **style.AXIS)
         if share:
             figure.update_xaxes(range=[0, 100])
         return figure
@@ -76,29 +58,31 @@ class PartBars:
 
 temporal_figure = PartBars(
     "<b>GPU time by rank</b>", ("rank", "device"),
-    (("compute_ns", "computes", GREEN), ("non_compute_ns", "communicates or copies", ORANGE),
-     ("idle_ns", "idle", GREY)),
+    (("compute_ns", "computes", style.GREEN),
+     ("non_compute_ns", "communicates or copies", style.ORANGE), ("idle_ns", "idle", style.GREY)),
 )  # fmt: skip
 idle_figure = PartBars(
     "<b>Idle time of streams, by cause</b>", ("rank", "device", "stream"),
-    (("host_wait", "waits for the host", VERMILLION), ("kernel_wait", "between two kernels", SKY),
-     ("other", "waits for another stream", PURPLE),
-     ("unknown", "not known: no launch in the trace", GREY)),
+    (("host_wait", "waits for the host", style.VERMILLION),
+     ("kernel_wait", "between two kernels", style.SKY),
+     ("other", "waits for another stream", style.PURPLE),
+     ("unknown", "not known: no launch in the trace", style.GREY)),
     lambda found: _by_category(found, "idle_category", "idle_ns", ["rank", "device", "stream"]),
 )  # fmt: skip
 kernel_type_figure = PartBars(
     "<b>Busy GPU time by kind of kernel</b>", ("rank", "device"),
-    (("computation", "computing", GREEN), ("communication", "communication", ORANGE),
-     ("memory", "copies and sets", PURPLE),
-     ("computation overlapping communication", "computing and communication", BLUE),
-     ("computation overlapping memory", "computing and copies", SKY),
-     ("communication overlapping memory", "communication and copies", YELLOW),
-     ("computation overlapping communication overlapping memory", "all three", DARK_GREY)),
+    (("computation", "computing", style.GREEN), ("communication", "communication", style.ORANGE),
+     ("memory", "copies and sets", style.PURPLE),
+     ("computation overlapping communication", "computing and communication", style.BLUE),
+     ("computation overlapping memory", "computing and copies", style.SKY),
+     ("communication overlapping memory", "communication and copies", style.YELLOW),
+     ("computation overlapping communication overlapping memory", "all three", style.DARK_GREY)),
     lambda found: _by_category(found, "kernel_type", "time_ns", ["rank", "device"]),
 )  # fmt: skip
 overlap_figure = PartBars(
     "<b>Communication: hidden and exposed</b>", ("rank", "device"),
-    (("overlap_ns", "hidden behind computing", GREEN), ("exposed_ns", "exposed", VERMILLION)),
+    (("overlap_ns", "hidden behind computing", style.GREEN),
+     ("exposed_ns", "exposed", style.VERMILLION)),
     lambda found: found.with_columns(
         exposed_ns=pl.col("communication_ns") - pl.col("overlap_ns")
     ),
@@ -117,8 +101,9 @@ def _sum_collectives(found: pl.DataFrame) -> pl.DataFrame:
 
 collective_figure = PartBars(
     "<b>Time in collectives by rank</b>", ("rank",),
-    (("transfer_ns", "transfers", GREEN), ("wait_ns", "waits for the last rank", VERMILLION),
-     ("untold_ns", "not told apart", GREY)),
+    (("transfer_ns", "transfers", style.GREEN),
+     ("wait_ns", "waits for the last rank", style.VERMILLION),
+     ("untold_ns", "not told apart", style.GREY)),
     _sum_collectives,
 )  # fmt: skip
 
@@ -126,9 +111,9 @@ collective_figure = PartBars(
 def layout_rows(figure: go.Figure, names: Sequence[str], *, title: str) -> None:
     """The layout of a figure with a bar per named row, the first on top."""
     height = min(_MOST_PX, max(_LEAST_PX, _ROW_PX * len(names) + _FRAME_PX))
-    figure.update_layout(**figure_layout(title, height=height))
+    figure.update_layout(**style.figure_layout(title, height=height))
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=list(names),
-                        autorange="reversed", automargin=True, **AXIS)  # fmt: skip
+                        autorange="reversed", automargin=True, **style.AXIS)  # fmt: skip
 
 
 def row_names(found: pl.DataFrame, keys: Sequence[str]) -> list[str]:
@@ -152,21 +137,19 @@ def _by_category(found: pl.DataFrame, category: str, value: str, keys: list[str]
 
 
 _HEIGHT_PX = 340
-
-
 _KIND_COLORS = {
-    "computation": ("computes", SKY), "communication": ("communicates", PURPLE),
-    "memory": ("copies", ORANGE), "idle": ("idle", VERMILLION),
-    "operators": ("host: operators", BLUE), "python": ("host: Python", GREEN),
-    "wait": ("host: waits", YELLOW), "other": ("host: runtime, allocation", BROWN),
-    "outside operators": ("host: nothing recorded", GRID),
+    "computation": ("computes", style.SKY), "communication": ("communicates", style.PURPLE),
+    "memory": ("copies", style.ORANGE), "idle": ("idle", style.VERMILLION),
+    "operators": ("host: operators", style.BLUE), "python": ("host: Python", style.GREEN),
+    "wait": ("host: waits", style.YELLOW), "other": ("host: runtime, allocation", style.BROWN),
+    "outside operators": ("host: nothing recorded", style.GRID),
 }  # fmt: skip
 _BAR_NAME_LENGTH = 28
 
 
 def timeline_figure(found: pl.DataFrame) -> go.Figure:
     """Bars where they are in time, a row per lane."""
-    unit, size = time_unit(found["step_ns"][0])
+    unit, size = style.time_unit(found["step_ns"][0])
     kind = pl.col("kind").str.replace("^wait: .*", "wait")
     rows = found.with_columns(
         kind=pl.when(kind.is_in(list(_KIND_COLORS))).then(kind).otherwise(pl.lit("other"))
@@ -192,7 +175,7 @@ def timeline_figure(found: pl.DataFrame) -> go.Figure:
     layout_rows(figure, found["lane"].unique(maintain_order=True).to_list(),
                 title="<b>Time line of a step</b>")  # fmt: skip
     figure.update_layout(barmode="overlay", bargap=0.15, uniformtext={"minsize": 9, "mode": "hide"})
-    figure.update_xaxes(ticksuffix=f" {unit}", range=[0, found["step_ns"][0] / size], **AXIS)
+    figure.update_xaxes(ticksuffix=f" {unit}", range=[0, found["step_ns"][0] / size], **style.AXIS)
     return figure
 
 
@@ -215,7 +198,7 @@ def what_if_figure(found: pl.DataFrame) -> go.Figure:
         names, shown["saved_ns"].to_list(), found["saved_ratio"].to_list(), of="the step",
         title=f"<b>What would make the step shorter, by how much{step}</b>",
     )  # fmt: skip
-    _, size = time_unit(max(shown["saved_ns"].to_list(), default=None))
+    _, size = style.time_unit(max(shown["saved_ns"].to_list(), default=None))
     above, below = (
         ((found[name] - found["predicted_step_ns"]).abs() / size).fill_null(0).to_list()
         for name in ("low_step_ns", "high_step_ns")
@@ -230,17 +213,14 @@ def _time_bars(
     names: Sequence[str], times_ns: Sequence[float], ratios: Sequence[float], *, of: str, title: str
 ) -> go.Figure:
     """A bar of time per name, the first on top and the unit's measure, with its share."""
-    unit, size = time_unit(max(times_ns, default=None))
-    figure = go.Figure(
-        go.Bar(
-            y=names, x=[time / size for time in times_ns], orientation="h",
-            marker={"color": BLUE}, customdata=[ratio * 100 for ratio in ratios],
-            hovertemplate=f"%{{y}}: %{{x:.3r}} {unit}, %{{customdata:.3r}} % of {of}"
-                          "<extra></extra>",
-        )
-    )  # fmt: skip
+    unit, size = style.time_unit(max(times_ns, default=None))
+    figure = go.Figure(go.Bar(
+        y=names, x=[time / size for time in times_ns], orientation="h",
+        marker={"color": style.BLUE}, customdata=[ratio * 100 for ratio in ratios],
+        hovertemplate=f"%{{y}}: %{{x:.3r}} {unit}, %{{customdata:.3r}} % of {of}<extra></extra>",
+    ))  # fmt: skip
     layout_rows(figure, names, title=title)
-    figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **AXIS)
+    figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **style.AXIS)
     return figure
 
 
@@ -275,24 +255,27 @@ def top_kernels_figure(found: pl.DataFrame, *, title: str = "") -> go.Figure:
     top = sums.sort(-pl.col("sum_ns"), "name").head(_COLORED)
     ranks = found.select("rank").unique().sort("rank")
     whole = found.group_by("rank").agg(pl.col("sum_ns").sum())
-    unit, size = time_unit(whole["sum_ns"].max())  # type: ignore[arg-type]
+    unit, size = style.time_unit(whole["sum_ns"].max())  # type: ignore[arg-type]
     names, figure = row_names(ranks, ("rank",)), go.Figure()
     rest = ranks.join(whole, on="rank", how="left")["sum_ns"]
     for index, (kind, name) in enumerate(top.select("kind", "name").iter_rows()):
-        own = found.filter((pl.col("kind") == kind) & (pl.col("name") == name))
-        own = own.group_by("rank").agg(pl.col("sum_ns").sum())
+        own = found.filter(kind=kind, name=name).group_by("rank").agg(pl.col("sum_ns").sum())
         times = ranks.join(own, on="rank", how="left")["sum_ns"].fill_null(0)
         rest = rest - times
-        figure.add_trace(_bars(names, times / size, name, series_color(index), f"{unit}<br>{name}"))
+        figure.add_trace(
+            _bars(names, times / size, name, style.series_color(index), f"{unit}<br>{name}")
+        )
     if rest.sum():
-        figure.add_trace(_bars(names, rest / size, "all others", GREY, f"{unit}<br>all others"))
+        figure.add_trace(
+            _bars(names, rest / size, "all others", style.GREY, f"{unit}<br>all others")
+        )
     layout_rows(figure, names, title=title or "<b>Kernels with the most time, by rank</b>")
     # Names of kernels are long: a line for each in the legend, below the bars.
     figure.update_layout(
         height=figure.layout.height + 20 * len(figure.data),
         legend={"orientation": "v", "y": -0.12, "yref": "paper", "yanchor": "top"},
     )
-    figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **AXIS)
+    figure.update_xaxes(ticksuffix=f" {unit}", rangemode="tozero", **style.AXIS)
     return figure
 
 
@@ -331,52 +314,47 @@ _TRACE_LAUNCHES_HEIGHT_PX = 720
 
 
 def launch_figure(
-    found: pl.DataFrame,
-    *,
-    runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
+    found: pl.DataFrame, *, runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
     launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
-) -> go.Figure:
+) -> go.Figure:  # fmt: skip
     """Three distributions over all ranks, on logarithmic axes of time."""
     short = found.filter("is_short")
     panels = (
-        (found["cpu_duration_ns"], BLUE, runtime_cutoff_ns,
+        (found["cpu_duration_ns"], style.BLUE, runtime_cutoff_ns,
          f"Calls by duration: {found['is_runtime_outlier'].sum()} of {found.height} are longer "
          f"than {runtime_cutoff_ns / NS_PER_US:g} µs"),
-        (found["launch_delay_ns"], PURPLE, launch_delay_cutoff_ns,
+        (found["launch_delay_ns"], style.PURPLE, launch_delay_cutoff_ns,
          f"Delay from call to kernel: {found['is_launch_delay_outlier'].sum()} are longer than "
          f"{launch_delay_cutoff_ns / NS_PER_US:g} µs"),
-        (short["gpu_duration_ns"], GREEN, None,
+        (short["gpu_duration_ns"], style.GREEN, None,
          f"Kernels shorter than their call: {short.height} of {found.height}, by duration"),
     )  # fmt: skip
     figure = make_subplots(
         rows=3, cols=1, vertical_spacing=0.13, subplot_titles=[text for *_, text in panels]
     )
     for row, (times, color, cutoff_ns, _) in enumerate(panels, start=1):
-        for bars in _histogram(times, color):
-            figure.add_trace(bars, row=row, col=1)
+        known: Floats = times.drop_nulls().to_numpy() / NS_PER_US
+        if len(known):
+            figure.add_trace(_histogram(known, color), row=row, col=1)
         if cutoff_ns:
             figure.add_vline(x=cutoff_ns / NS_PER_US, row=row, col=1,
-                             line={"color": GREY, "dash": "dash"})  # fmt: skip
+                             line={"color": style.GREY, "dash": "dash"})  # fmt: skip
     figure.update_layout(
-        **figure_layout("<b>Launches</b>", height=_TRACE_LAUNCHES_HEIGHT_PX) | {"showlegend": False}
+        **style.figure_layout("<b>Launches</b>", height=_TRACE_LAUNCHES_HEIGHT_PX), showlegend=False
     )
     figure.update_annotations(x=0, xanchor="left", font={"size": 13})
-    figure.update_xaxes(type="log", ticksuffix=" µs", **AXIS)
-    figure.update_yaxes(rangemode="tozero", **AXIS)
+    figure.update_xaxes(type="log", ticksuffix=" µs", **style.AXIS)
+    figure.update_yaxes(rangemode="tozero", **style.AXIS)
     return figure
 
 
-def _histogram(times_ns: pl.Series, color: str) -> Iterator[go.Bar]:
+def _histogram(times_us: Floats, color: str) -> go.Bar:
     """How many are how long; what is shorter than the first bin counts in it."""
-    known: Floats = times_ns.drop_nulls().to_numpy() / NS_PER_US
-    if not len(known):
-        return
-    decades = np.log10(max(float(known.max()), _SHORTEST_US * 10) / _SHORTEST_US)
-    edges = np.geomspace(
-        _SHORTEST_US, _SHORTEST_US * 10**decades * 1.001, int(decades * _BINS_PER_DECADE) + 2
-    )
-    counts = np.histogram(np.maximum(known, _SHORTEST_US), edges)[0]
-    yield go.Bar(
+    longest = max(float(times_us.max()), _SHORTEST_US * 10)
+    count = int(np.log10(longest / _SHORTEST_US) * _BINS_PER_DECADE) + 2
+    edges = np.geomspace(_SHORTEST_US, longest * 1.001, count)
+    counts = np.histogram(np.maximum(times_us, _SHORTEST_US), edges)[0]
+    return go.Bar(
         x=np.sqrt(edges[:-1] * edges[1:]), y=counts, width=np.diff(edges),
         marker={"color": color}, customdata=np.stack([edges[:-1], edges[1:]], axis=1),
         hovertemplate="%{y} of %{customdata[0]:.3r} to %{customdata[1]:.3r} µs<extra></extra>",
@@ -390,24 +368,18 @@ _TRACE_LINES_HEIGHT_PX = 380
 
 def queue_figure(found: pl.DataFrame) -> go.Figure:
     """The length of each stream's launch queue over time."""
-    return _over_time(
-        found.with_columns(value=pl.col("queue_length").cast(pl.Float64)),
-        ("rank", "device", "stream"),
-        lambda key: f"rank {key[0]}, stream {key[2]}",
-        unit="",
-        title="<b>Launch queues over time</b>",
+    series = found.with_columns(
+        value=pl.col("queue_length").cast(pl.Float64), name=pl.format("stream {}", "stream")
     )
+    return _over_time(series, ("rank", "device", "stream"), "", "Launch queues over time")
 
 
 def bandwidth_figure(found: pl.DataFrame) -> go.Figure:
     """The bandwidth of each kind of copy over time."""
-    return _over_time(
-        found.with_columns(value=pl.col("bandwidth_bytes_per_s") / BYTES_PER_GIB),
-        ("rank", "device", "copy_kind"),
-        lambda key: f"rank {key[0]}, {key[2]}",
-        unit="GiB/s",
-        title="<b>Bandwidth of copies over time</b>",
-    )
+    value = pl.col("bandwidth_bytes_per_s") / BYTES_PER_GIB
+    series = found.with_columns(value=value, name="copy_kind")
+    keys = ("rank", "device", "copy_kind")
+    return _over_time(series, keys, "GiB/s", "Bandwidth of copies over time")
 
 
 def memory_figure(found: pl.DataFrame) -> go.Figure:
@@ -420,54 +392,33 @@ def memory_figure(found: pl.DataFrame) -> go.Figure:
     long = rows.unpivot(list(names), index=index, variable_name="what").drop_nulls("value")
     small = max(long["value"].to_list(), default=0) < BYTES_PER_GIB
     unit, size = ("MiB", BYTES_PER_GIB / 1024) if small else ("GiB", BYTES_PER_GIB)
-    return _over_time(
-        long.with_columns(value=pl.col("value") / size),
-        ("rank", "device_type", "device", "what"),
-        lambda key: f"rank {key[0]}, {names[str(key[3])]}",
-        unit=unit,
-        title="<b>Memory over time</b>",
-    )
+    series = long.with_columns(pl.col("value") / size, name=pl.col("what").replace(names))
+    return _over_time(series, ("rank", "device_type", "device", "what"), unit, "Memory over time")
 
 
-def _over_time(
-    found: pl.DataFrame,
-    keys: Sequence[str],
-    name: Callable[[tuple[object, ...]], str],
-    *,
-    unit: str,
-    title: str,
-) -> go.Figure:
-    """A stepped line per series: `ts_ns`, and `value` from then on."""
+def _over_time(found: pl.DataFrame, keys: Sequence[str], unit: str, title: str) -> go.Figure:
+    """A stepped line per rank and `name`: `ts_ns`, and `value` from then on."""
     figure = go.Figure()
     highest = found.group_by(keys).agg(pl.col("value").max().alias("most"))
-    ordered = highest.filter(pl.col("most") > 0).sort(
-        "most", *keys, descending=[True] + [False] * len(keys)
-    )
+    ordered = highest.filter(pl.col("most") > 0).sort(-pl.col("most"), *keys)
     shown = ordered.head(SERIES_LIMIT).sort(keys).select(keys)
-    start_ns, end_ns = (
-        int(ns) for ns in found.select(first=pl.min("ts_ns"), last=pl.max("ts_ns")).row(0)
-    )
-    second, second_ns = time_unit(end_ns - start_ns)
+    start_ns, end_ns = map(int, (found["ts_ns"].min(), found["ts_ns"].max()))  # type: ignore[arg-type]
+    second, second_ns = style.time_unit(end_ns - start_ns)
     limit = points_per_series(shown.height)
-    for index, key in enumerate(shown.iter_rows()):
-        same = [
-            pl.col(column).eq_missing(pl.lit(part)) for column, part in zip(keys, key, strict=True)
-        ]
-        own = found.filter(*same).sort("ts_ns", maintain_order=True)
-        values = own["value"].to_numpy()
+    for index, key in enumerate(shown.partition_by(keys, maintain_order=True)):
+        own = found.join(key, on=keys, how="semi", nulls_equal=True, maintain_order="left")
+        own = own.sort("ts_ns", maintain_order=True)
+        values, name = own["value"].to_numpy(), f"rank {own['rank'][0]}, {own['name'][0]}"
         kept = thin_points(values, limit=limit)
         times = ((own["ts_ns"] - start_ns) / second_ns).to_numpy()
-        said = f"{name(key)}, %{{x:.3f}} {second}: %{{y:.3r}} {unit}"
-        line = stepped_line(
-            times[kept], values[kept], name(key), series_color(index), said=said,
-            dash=series_dash(index),
-        )  # fmt: skip
-        figure.add_trace(line)
+        figure.add_trace(stepped_line(
+            times[kept], values[kept], name, style.series_color(index),
+            dash=style.series_dash(index), said=f"{name}, %{{x:.3f}} {second}: %{{y:.3r}} {unit}",
+        ))  # fmt: skip
     left_out = ordered.height - shown.height
     more = f"<br><span style='font-size:12px'>{left_out} lower lines are left out</span>"
-    figure.update_layout(
-        **figure_layout(title + (more if left_out else ""), height=_TRACE_LINES_HEIGHT_PX)
-    )
-    figure.update_xaxes(ticksuffix=f" {second}", **AXIS)
-    figure.update_yaxes(rangemode="tozero", ticksuffix=f" {unit}".rstrip(), **AXIS)
+    title = f"<b>{title}</b>{more if left_out else ''}"
+    figure.update_layout(**style.figure_layout(title, height=_TRACE_LINES_HEIGHT_PX))
+    figure.update_xaxes(ticksuffix=f" {second}", **style.AXIS)
+    figure.update_yaxes(rangemode="tozero", ticksuffix=f" {unit}".rstrip(), **style.AXIS)
     return figure
