@@ -94,12 +94,8 @@ class KinetoTraces:
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        return {
-            "folder": self.folder,
-            "backend": self.backend,
-            "aligned": self.aligned,
-            "processes": [asdict(each) for each in self.processes],
-        }
+        return {"folder": self.folder, "backend": self.backend, "aligned": self.aligned,
+                "processes": [asdict(each) for each in self.processes]}  # fmt: skip
 
 
 APPEAR_S = 20.0
@@ -132,11 +128,10 @@ def speaks_kineto(pid: int) -> bool:
 def of_run(run: RunPaths) -> list[KinetoProcess]:
     """The ranks of a run on this node that speak Kineto's protocol."""
     here = {m.pid: m.rank for m in members(run) if m.here and m.pid is not None}
-    asks = {pid: address_for(environment(pid)) for pid in here}
     return [
-        replace(_process(pid, {}, address, alone=False), rank=here[pid])
-        for pid, address in asks.items()
-        if address is not None
+        replace(_process(pid, {}, address, alone=False), rank=rank)
+        for pid, rank in here.items()
+        if (address := address_for(environment(pid))) is not None
     ]
 
 
@@ -158,22 +153,20 @@ def of_process(
 
 
 def all_processes(
-    progress: Callable[[str], None],
-    *,
-    slurm_job: int = 0,
-    pids: Sequence[int] = (),
+    progress: Callable[[str], None], *, slurm_job: int = 0, pids: Sequence[int] = (),
     by_agent: bool = True,
-) -> list[KinetoProcess]:
+) -> list[KinetoProcess]:  # fmt: skip
     """This user's processes on this node that speak Kineto's protocol: those of a job of Slurm.
 
     With `pids` only these. Without either, all of them.
     """
 
     def choose() -> list[int]:
-        mine = [pid for pid in own_pids() if speaks_kineto(pid)]
-        number = str(slurm_job)
-        of_slurm = [p for p in mine if environment(p).get("SLURM_JOB_ID") == number]
-        return [p for p in (of_slurm if slurm_job else mine) if not pids or p in pids]
+        return [
+            pid for pid in own_pids()
+            if speaks_kineto(pid) and (not pids or pid in pids)
+            and (not slurm_job or environment(pid).get("SLURM_JOB_ID") == str(slurm_job))
+        ]  # fmt: skip
 
     who = f"job {slurm_job} of Slurm: no process of it here" if slurm_job else "no process here"
     if not choose():
@@ -186,7 +179,7 @@ def all_processes(
 
 def kineto_addresses() -> set[str]:
     """Of the agents that this user's processes on this node ask."""
-    places = (address_for(environment(pid)) for pid in own_pids() if speaks_kineto(pid))
+    places = {address_for(environment(pid)) for pid in own_pids() if is_mine(pid)}
     return {address for address in places if address is not None}
 
 
@@ -233,13 +226,8 @@ def _process(pid: int, client: Mapping[str, object], address: str, *, alone: boo
     if rank is None and alone:
         rank, world = 0, 1  # as torch numbers a process without a launcher
     pids = client.get("pids")
-    return KinetoProcess(
-        pid=pid,
-        own_pid=pids[0] if isinstance(pids, list) and pids else pid,
-        address=address,
-        rank=rank,
-        world_size=world,
-    )
+    own_pid = pids[0] if isinstance(pids, list) and pids else pid
+    return KinetoProcess(pid=pid, own_pid=own_pid, address=address, rank=rank, world_size=world)
 
 
 def _of_job(pid: int, environ: Mapping[str, str]) -> list[int]:
@@ -263,12 +251,8 @@ def _training(pids: Sequence[int]) -> list[int]:
     """
     ranks = {pid: find_number(environment(pid), RANK_VARIABLES) for pid in pids}
     above = {pid: [p for p in _ancestors(pid) if p in ranks] for pid in pids}
-    launchers = {
-        p
-        for pid, rank in ranks.items()
-        for p in above[pid]
-        if rank is not None and ranks[p] is None
-    }
+    with_rank = [pid for pid, rank in ranks.items() if rank is not None]
+    launchers = {p for pid in with_rank for p in above[pid] if ranks[p] is None}
     loaded = [pid for pid in pids if pid not in launchers and has_mapped(pid, b"libtorch_cpu")]
     return sorted(
         pid
@@ -320,16 +304,16 @@ def kineto_job(
         raise UsageError(f"no backend {backend!r}", hint=f"one of {', '.join(BACKENDS)}")
     if backend == "hook":
         return None
+    by_agent = backend != "dynolog"
     try:
         run = find_job(name, log_dirs, others=others).run
     except RunNotFoundError:
-        number = slurm_number(name)
-        if number is not None:
-            processes = all_processes(progress, slurm_job=number, by_agent=backend != "dynolog")
-            return KinetoJob(run=None, processes=tuple(processes))
-        if not name.isdecimal() or not speaks_kineto(int(name)):
+        if (number := slurm_number(name)) is not None:
+            found = all_processes(progress, slurm_job=number, by_agent=by_agent)
+        elif name.isdecimal() and speaks_kineto(int(name)):
+            found = of_process(int(name), progress, by_agent=by_agent)
+        else:
             raise
-        found = of_process(int(name), progress, by_agent=backend != "dynolog")
         return KinetoJob(run=None, processes=tuple(found))
     ranks = of_run(run)
     if backend == "auto" and not ranks:

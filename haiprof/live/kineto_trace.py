@@ -29,16 +29,9 @@ from haiprof.agent.kineto_daemon import (
     ask_agent,
     shown_address,
 )
+from haiprof.base import safe_files
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.options import safe_name
-from haiprof.base.safe_files import (
-    PRIVATE,
-    make_folder,
-    make_named_folder,
-    remove_file,
-    remove_folder,
-    whole_file,
-)
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import environment
 from haiprof.live import kineto_processes as dynolog
@@ -61,13 +54,7 @@ from haiprof.run_format.raw_traces import Part, parse_stem
 from haiprof.run_format.reader import try_read_json
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.writer import write_json
-from haiprof.trace_format.kineto.complete import (
-    EmptyTraceError,
-    RawTrace,
-    Step,
-    read_raw,
-    write_complete,
-)
+from haiprof.trace_format.kineto import complete
 
 STEPS_WAIT_S = 5.0
 """A rank writes its steps down about once a second."""
@@ -128,21 +115,17 @@ class _Attempt:
     def waiting(self) -> list[KinetoProcess]:
         """Processes that may still write a trace."""
         last = time.monotonic() - _SETTLE_S
-        return [
-            process
-            for process in self.processes
-            if process.pid not in self.refused
-            and self.over_s.get(process.pid, last + 1) > last
-            and not self.file(process).exists()
-        ]
+        over = {pid for pid, since in self.over_s.items() if since <= last}
+        left = [each for each in self.processes if each.pid not in over | self.refused.keys()]
+        return [each for each in left if not self.file(each).exists()]
 
 
 def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
     """Completes one trace and removes the raw one."""
     path, run, host = attempt.file(process), attempt.run, socket.gethostname()
-    raw = read_raw(path)
+    raw = complete.read_raw(path)
     if not attempt.request.time_s and not raw.optimizer_ends_wall_ns:
-        raise EmptyTraceError(f"{path}: no optimizer stepped in it")
+        raise complete.EmptyTraceError(f"{path}: no optimizer stepped in it")
     report = {} if run is None else _report(run, process)
     steps, why_not = _steps(run, report, raw)
     phases = _phases(run, report, raw) if steps and run is not None else []
@@ -153,8 +136,8 @@ def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
     if attempt.into_run and run is not None:
         below, parsed = run.root, parse_stem(stem) if known else None
         part = None if parsed is None else Part(run, parsed)
-    with whole_file(target if part is None else part.raw, below=below) as file:
-        write_complete(
+    with safe_files.whole_file(target if part is None else part.raw, below=below) as file:
+        complete.write_complete(
             raw, file, metadata=_metadata(process, attempt, raw, report, numbers, why_not),
             steps=steps, phases=phases, pid=process.own_pid, packed=part is None,
         )  # fmt: skip
@@ -162,23 +145,16 @@ def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
         target = part.trace
         sidecar = _sidecar(part, process, attempt, raw, report, numbers)
         write_json(part.sidecar, sidecar, below=below)
-    remove_file(path, below=path.parent)
+    safe_files.remove_file(path, below=path.parent)
     ends = raw.optimizer_ends_wall_ns
     gaps = [after - before for before, after in itertools.pairwise(ends)]
     return ProcessTrace(
-        rank=process.rank,
-        host=host,
-        pid=process.pid,
-        state="done",
-        path=str(target),
-        steps=numbers,
-        steps_reason=why_not,
-        optimizer_step_count=len(ends),
-        start_wall_ns=raw.start_wall_ns,
-        end_wall_ns=raw.end_wall_ns,
+        rank=process.rank, host=host, pid=process.pid, state="done", path=str(target),
+        steps=numbers, steps_reason=why_not, optimizer_step_count=len(ends),
+        start_wall_ns=raw.start_wall_ns, end_wall_ns=raw.end_wall_ns,
         first_optimizer_wall_ns=ends[0] if ends else None,
         step_ns=round(statistics.median(gaps)) if gaps else None,
-    )
+    )  # fmt: skip
 
 
 def _report(run: RunPaths, process: KinetoProcess) -> dict[str, Any]:
@@ -191,8 +167,8 @@ def _report(run: RunPaths, process: KinetoProcess) -> dict[str, Any]:
 
 
 def _steps(
-    run: RunPaths | None, report: Mapping[str, Any], raw: RawTrace
-) -> tuple[list[Step], str | None]:
+    run: RunPaths | None, report: Mapping[str, Any], raw: complete.RawTrace
+) -> tuple[list[complete.Step], str | None]:
     """The steps that haiprof recorded within the window, or why there are none."""
     if run is None:
         return [], "the job does not run under haiprof, which counts the steps"
@@ -213,7 +189,7 @@ def _steps(
     for number, start, end in rows:
         first, until = max(start, raw.start_wall_ns), min(end, raw.end_wall_ns)
         if until - first > _INSIDE_RATIO * (end - start):
-            steps.append(Step(number=number, start_wall_ns=first, end_wall_ns=until))
+            steps.append(complete.Step(number=number, start_wall_ns=first, end_wall_ns=until))
     return steps, None if steps else "haiprof has recorded no whole step within the window"
 
 
@@ -222,52 +198,39 @@ def _is_of(report: Mapping[str, Any]) -> pl.Expr:
     return pl.col("rank").eq(rank) & pl.col("attempt").eq(attempt)
 
 
-def _phases(run: RunPaths, report: Mapping[str, Any], raw: RawTrace) -> list[PhaseRange]:
+def _phases(run: RunPaths, report: Mapping[str, Any], raw: complete.RawTrace) -> list[PhaseRange]:
     """The forward and backward passes that haiprof recorded, whole ones within the window."""
     try:
         spans = RunFrames(run.root).phases({report.get("rank", -1)})
     except HaiprofError:
         return []
-    own = spans.filter(
-        _is_of(report),
-        pl.col("phase").is_in(NAMES),
-        pl.col("start_ns") >= raw.start_wall_ns,
-        pl.col("start_ns") + pl.col("duration_ns") <= raw.end_wall_ns,
-    )
-    return [
-        PhaseRange(name=name, start_wall_ns=start, duration_ns=duration)
-        for name, start, duration in own.select("phase", "start_ns", "duration_ns").rows()
-    ]
+    start, end = pl.col("start_ns"), pl.col("start_ns") + pl.col("duration_ns")
+    inside = (start >= raw.start_wall_ns) & (end <= raw.end_wall_ns)
+    own = spans.filter(_is_of(report), pl.col("phase").is_in(NAMES), inside)
+    rows = own.select(name="phase", start_wall_ns="start_ns", duration_ns="duration_ns")
+    return [PhaseRange(**row) for row in rows.iter_rows(named=True)]
 
 
 def _metadata(
-    process: KinetoProcess, attempt: _Attempt, raw: RawTrace, report: Mapping[str, Any],
+    process: KinetoProcess, attempt: _Attempt, raw: complete.RawTrace, report: Mapping[str, Any],
     steps: tuple[int, int] | None, why_not: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The top-level metadata of haiprof's own traces."""
     world = report.get("world_size", process.world_size)
     shared = {"rank": process.rank, "world_size": world, "backend": report.get("backend")}
     own = {
-        "run": None if attempt.run is None else attempt.run.root.name,
-        "rank": process.rank,
-        "world_size": world,
-        "host": socket.gethostname(),
-        "pid": process.pid,
-        "gpu_uuid": report.get("gpu_uuid"),
-        "window": attempt.window,
-        "steps": steps,
-        "steps_reason": why_not,
-        "clock": report.get("clock"),
-        "reason": "request",
-        "recorded_by": attempt.request.backend,
-        "torch": report.get("torch"),
+        "run": None if attempt.run is None else attempt.run.root.name, "rank": process.rank,
+        "world_size": world, "host": socket.gethostname(), "pid": process.pid,
+        "gpu_uuid": report.get("gpu_uuid"), "window": attempt.window, "steps": steps,
+        "steps_reason": why_not, "clock": report.get("clock"), "reason": "request",
+        "recorded_by": attempt.request.backend, "torch": report.get("torch"),
         "start_wall_ns": raw.start_wall_ns,
-    }
+    }  # fmt: skip
     return {**({} if process.rank is None else {"distributedInfo": shared}), "haiprof": own}
 
 
 def _sidecar(
-    part: Part, process: KinetoProcess, attempt: _Attempt, raw: RawTrace,
+    part: Part, process: KinetoProcess, attempt: _Attempt, raw: complete.RawTrace,
     report: Mapping[str, Any], steps: tuple[int, int] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What a rank writes beside a raw trace of its own."""
@@ -291,13 +254,9 @@ def _sidecar(
 
 
 def trace_processes(
-    processes: Sequence[KinetoProcess],
-    trace_request: TraceRequest,
-    *,
-    run: RunPaths | None,
-    output: Path | None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> KinetoTraces:
+    processes: Sequence[KinetoProcess], trace_request: TraceRequest, *, run: RunPaths | None,
+    output: Path | None, progress: Callable[[str], None] = lambda _: None,
+) -> KinetoTraces:  # fmt: skip
     """Traces processes, and waits for the traces.
 
     Ranks begin at the same iteration: at the next multiple of a number. Where one rank got the
@@ -310,7 +269,7 @@ def trace_processes(
         )
     if run is None and output is None:
         raise UsageError("a job that does not run under haiprof has no run directory: name -o DIR")
-    folder = (output or (run.traces if run is not None else Path())).absolute()
+    folder = (output or (run.traces if run else Path())).absolute()
     roundup = trace_request.roundup or (FIRST_ROUNDUP if len(processes) > 1 else 1)
     if not trace_request.time_s:  # Kineto begins iterations at no time of its own
         wait_until(trace_request.start_wall_ns, ASK_EVERY_S, progress)
@@ -334,11 +293,13 @@ def trace_processes(
         progress(f"{_AGAIN[missed]}: again, at a multiple of {roundup}")
     if output is not None:
         return found
-    waiting = [Path(each.path) for each in found.done if each.path]
-    if any(not path.exists() for path in waiting):
-        progress("the traces are being compressed")
-    limit = time.monotonic() + COMPRESS_S
-    while any(not path.exists() for path in waiting) and time.monotonic() < limit:
+    waiting, limit = [Path(each.path) for each in found.done if each.path], 0.0
+    while any(not path.exists() for path in waiting):
+        if not limit:
+            progress("the traces are being compressed")
+            limit = time.monotonic() + COMPRESS_S
+        if time.monotonic() > limit:
+            break
         time.sleep(_TRACE_POLL_S)
     located = []
     for each in found.processes:  # raw where the run's launcher has not compressed it
@@ -382,14 +343,14 @@ def _raw_folder(attempt: _Attempt) -> Iterator[None]:
         parent, below = attempt.run.trace_parts, attempt.run.root
     else:
         parent = below = attempt.folder
-        make_named_folder(parent)
+        safe_files.make_named_folder(parent)
     attempt.raw = parent / f".{attempt.id}"
-    make_folder(attempt.raw, below=below, mode=PRIVATE, new=True)
+    safe_files.make_folder(attempt.raw, below=below, mode=safe_files.PRIVATE, new=True)
     try:
         yield
     finally:
         with suppress(OSError):
-            remove_folder(attempt.raw, below=below)  # a trace that is written late stays
+            safe_files.remove_folder(attempt.raw, below=below)  # a trace that is written late stays
 
 
 def _start(trace_request: TraceRequest, processes: Sequence[KinetoProcess]) -> int:
@@ -472,17 +433,18 @@ def _as_ended(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
         return replace(silent, state="failed", reason=attempt.refused[process.pid])
     path = attempt.file(process)
     if not path.exists():
-        dropped = 0 if attempt.states.get(process.pid) == "over" else None
-        why = _WHY_SILENT.get(attempt.states.get(process.pid, ""), "it did not ask the agent")
+        state = attempt.states.get(process.pid, "")
+        why = _WHY_SILENT.get(state, "it did not ask the agent")
         if attempt.request.endpoint is not None:
             why = "dynolog passed the request on, and no trace came"
         if not Path(f"/proc/{process.pid}").exists():
             why = "it has ended"
+        dropped = 0 if state == "over" else None
         return replace(silent, reason=why, optimizer_step_count=dropped)
     try:
         return _finish_trace(process, attempt)
-    except EmptyTraceError:
-        remove_file(path, below=path.parent)
+    except complete.EmptyTraceError:
+        safe_files.remove_file(path, below=path.parent)
         why = "no optimizer stepped in the window"
         return replace(silent, state="failed", reason=why, optimizer_step_count=0)
     except (HaiprofError, OSError) as error:
@@ -504,8 +466,8 @@ def _remove(found: KinetoTraces) -> None:
         if stem is not None and path.parent.name == "traces":
             part = Part(RunPaths(path.parent.parent), stem)
             for file in (part.sidecar, part.raw):
-                remove_file(file, below=part.run.root)
-        remove_file(path, below=path.parent)
+                safe_files.remove_file(file, below=part.run.root)
+        safe_files.remove_file(path, below=path.parent)
 
 
 AHEAD_MS = 10_000
@@ -593,11 +555,7 @@ def _expand(part: str) -> Iterator[str]:
 
 def has_daemon(port: int) -> bool:
     """Whether dynolog answers on this machine."""
-    try:
-        call(("localhost", port), {"fn": "getStatus"})
-    except DynologError:
-        return False
-    return True
+    return ask_daemons(["localhost"], port, {"fn": "getStatus"})[0].error is None
 
 
 def ask_daemons(
@@ -629,7 +587,7 @@ def trace_here(wish: GpuTrace, progress: Callable[[str], None]) -> KinetoTraces:
     They are put where dynolog's user expects them: `FILE_PID.json`.
     """
     processes = all_processes(progress, slurm_job=wish.job_id, pids=wish.pids)
-    chosen = processes[: wish.limit] if wish.limit else processes
+    chosen = processes[: wish.limit or None]
     if len(chosen) < len(processes):
         progress(f"--process-limit {wish.limit}: {len(processes) - len(chosen)} are left out")
     folder = Path(wish.log_file).absolute().parent
@@ -651,9 +609,9 @@ def _unpack(trace: ProcessTrace, wish: GpuTrace, folder: Path) -> ProcessTrace:
     if trace.path is None:
         return trace
     place = folder / Path(wish.file_of(trace.pid)).name
-    with gzip.open(trace.path) as packed, whole_file(place, below=folder) as plain:
+    with gzip.open(trace.path) as packed, safe_files.whole_file(place, below=folder) as plain:
         shutil.copyfileobj(packed, plain)
-    remove_file(Path(trace.path), below=folder)
+    safe_files.remove_file(Path(trace.path), below=folder)
     return replace(trace, path=str(place))
 
 
