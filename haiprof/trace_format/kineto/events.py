@@ -1,11 +1,9 @@
-"""One event of a Chrome trace as msgspec decodes it, halves put together, and tables of events."""
+"""One event of a Chrome trace as msgspec decodes it, and the tables of events."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, Union
 
 import msgspec
@@ -88,6 +86,8 @@ _INPUTS = (
     TraceColumn("input_dims", "str", "Input Dims", "shapes, as JSON", is_json=True),
     TraceColumn("input_types", "str", "Input type", "element types, as JSON", is_json=True),
 )
+_DEVICE = TraceColumn("device", "i64", "device", "GPU number in the process")
+_STREAM = TraceColumn("stream", "i64", "stream", "CUDA stream")
 _COLLECTIVE = (
     TraceColumn("collective", "str", "Collective name", "Collective name"),
     TraceColumn("dtype", "str", "dtype", "of its elements"),
@@ -101,11 +101,7 @@ _COLLECTIVE = (
 
 TABLES: dict[str, tuple[TraceColumn, ...]] = {
     GPU: (
-        *COMMON,
-        _CORRELATION,
-        _EXTERNAL,
-        TraceColumn("device", "i64", "device", "GPU number in the process"),
-        TraceColumn("stream", "i64", "stream", "CUDA stream"),
+        *(*COMMON, _CORRELATION, _EXTERNAL, _DEVICE, _STREAM),
         TraceColumn("bytes", "i64", "bytes", "of a copy or set"),
         TraceColumn("bandwidth_bytes_per_s", "f64", "memory bandwidth (GB/s)", "of a copy", 1e9),
         TraceColumn("blocks_per_sm", "f64", "blocks per SM", "blocks per SM"),
@@ -126,13 +122,10 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
     ),
     RUNTIME: (*COMMON, _CORRELATION, _EXTERNAL),
     OPS: (
-        *COMMON,
-        _EXTERNAL,
-        _RECORD_FUNCTION,
+        *(*COMMON, _EXTERNAL, _RECORD_FUNCTION),
         TraceColumn("sequence_number", "i64", "Sequence number", "joins forward and backward"),
         TraceColumn("forward_tid", "i64", "Fwd thread id", "thread of the forward operator"),
-        *_INPUTS,
-        *_COLLECTIVE,
+        *(*_INPUTS, *_COLLECTIVE),
     ),
     ANNOTATIONS: (*COMMON, _EXTERNAL, _RECORD_FUNCTION, *_INPUTS),
     PYTHON: (
@@ -151,10 +144,7 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("reserved_bytes", "i64", "Total Reserved", "of that device after it"),
     ),
     SYNC: (
-        *COMMON,
-        _CORRELATION,
-        _EXTERNAL,
-        TraceColumn("device", "i64", "device", "GPU number in the process"),
+        *(*COMMON, _CORRELATION, _EXTERNAL, _DEVICE),
         TraceColumn("stream", "i64", "stream", "that waits"),
         TraceColumn("sync_kind", "str", "cuda_sync_kind", "cuda_sync_kind"),
         TraceColumn("wait_on_stream", "i64", "wait_on_stream", "stream that it waits for"),
@@ -171,15 +161,11 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("id", "i64", ".id", "the same at both ends"),
     ),
     GPU_COUNTERS: (
-        *COMMON,
-        TraceColumn("device", "i64", "device", "GPU number in the process"),
+        *(*COMMON, _DEVICE),
         TraceColumn("value", "f64", "value", "in the unit that the name states"),
     ),
     GRAPH_NODES: (
-        *COMMON,
-        _CORRELATION,
-        TraceColumn("device", "i64", "device", "GPU number in the process"),
-        TraceColumn("stream", "i64", "stream", "CUDA stream"),
+        *(*COMMON, _CORRELATION, _DEVICE, _STREAM),
         TraceColumn("graph", "i64", "graph id", "CUDA graph"),
         TraceColumn("graph_node", "i64", "graph node id", "node of that graph"),
     ),
@@ -305,64 +291,3 @@ def read_gpu_counter(head: Head) -> Head | None:
         return None
     args = msgspec.json.encode({"device": int(found[1]), "value": value})
     return msgspec.structs.replace(head, pid=None, args=msgspec.Raw(args))
-
-
-HALVES = frozenset("BE")
-_OPEN_LIMIT = 1 << 16
-"""Begins of one thread that wait for their end: nobody nests deeper."""
-
-
-@dataclass(frozen=True, slots=True)
-class Half:
-    """A begin or an end."""
-
-    event: int
-    """Its place in the file."""
-    category: int
-    """Place in `events.CATEGORIES`, or beyond them."""
-    head: Head
-
-
-class OpenHalves:
-    """Begins whose end has not come yet, by process and thread."""
-
-    def __init__(self) -> None:
-        self._open: dict[tuple[Any, Any], list[Half]] = {}
-
-    def join(self, halves: list[Half]) -> tuple[list[Half], list[Half]]:
-        """Takes halves in the file's order."""
-        whole, alone = [], []
-        for half in halves:
-            stack = self._open.setdefault((half.head.pid, half.head.tid), [])
-            if half.head.ph == "B" and len(stack) < _OPEN_LIMIT:
-                stack.append(half)
-            elif half.head.ph == "E" and stack:
-                begin = stack.pop()
-                whole.append(Half(begin.event, begin.category, _join(begin.head, half.head)))
-            else:
-                alone.append(half)
-        return whole, alone
-
-    def take_unfinished(self) -> Iterator[Half]:
-        """Begins that had no end in the file."""
-        for stack in self._open.values():
-            yield from stack
-
-
-def _join(begin: Head, end: Head) -> Head:
-    """One event with a duration; it has no usable time where one of the two has none."""
-    start, stop = _decimal(begin.ts), _decimal(end.ts)
-    known = start is not None and stop is not None
-    dur = f"{stop - start:f}" if known else "null"  # type: ignore[operator]
-    return msgspec.structs.replace(
-        begin, ph="X", name="" if begin.name is None else begin.name,
-        ts=msgspec.Raw(f"{start:f}".encode() if known else b"null"), dur=msgspec.Raw(dur.encode()),
-    )  # fmt: skip
-
-
-def _decimal(written: msgspec.Raw) -> Decimal | None:
-    try:
-        found = Decimal(bytes(written).decode("ascii", "replace").strip('" '))
-    except (InvalidOperation, ValueError):
-        return None
-    return found if found.is_finite() and abs(found.adjusted()) < 40 else None

@@ -15,6 +15,7 @@ import polars as pl
 
 from haiprof.base.errors import TraceFormatError
 from haiprof.base.intervals import Bools, Ints
+from haiprof.trace_format.kineto import events as schema
 from haiprof.trace_format.kineto.columns import (
     BATCH_ROWS,
     Names,
@@ -23,25 +24,6 @@ from haiprof.trace_format.kineto.columns import (
     name_copies,
 )
 from haiprof.trace_format.kineto.decode import Damage, arguments, decode, decode_whole
-from haiprof.trace_format.kineto.events import (
-    CATEGORIES,
-    CATEGORY_OF_TYPE,
-    GPU_COUNTERS,
-    HALVES,
-    HEADS,
-    MEMORY,
-    OTHER_CATEGORY,
-    PHASES,
-    REDUNDANT_CATEGORIES,
-    TABLE_OF_CATEGORY,
-    TABLES,
-    WITHOUT_DURATION,
-    Half,
-    Head,
-    OpenHalves,
-    TraceColumn,
-    read_gpu_counter,
-)
 from haiprof.trace_format.kineto.text import TraceText
 
 _VERSION = 2
@@ -64,14 +46,14 @@ _JSON, _KNOWN = 3, 1
 _HEADS = (".name", ".pid", ".tid", ".id", ".ph")
 _OF_EVENTS = ("event", "category", "ts_ns", "dur_ns")
 
-_TABLE_NAMES = tuple(TABLES)
+_TABLE_NAMES = tuple(schema.TABLES)
 _COLUMNS = {
     table: [column for column in columns if column.name not in _OF_EVENTS]
-    for table, columns in TABLES.items()
+    for table, columns in schema.TABLES.items()
 }
 
 
-def _column(column: TraceColumn) -> tuple[int, int, tuple[bytes, ...]]:
+def _column(column: schema.TraceColumn) -> tuple[int, int, tuple[bytes, ...]]:
     kind = _JSON if column.is_json else _KINDS[column.type]
     if column.field in _HEADS:
         return kind, _HEADS.index(column.field), ()
@@ -79,15 +61,17 @@ def _column(column: TraceColumn) -> tuple[int, int, tuple[bytes, ...]]:
 
 
 _SPEC = tuple(
-    (PHASES[table], table not in WITHOUT_DURATION, tuple(map(_column, columns)))
+    (schema.PHASES[table], table not in schema.WITHOUT_DURATION, tuple(map(_column, columns)))
     for table, columns in _COLUMNS.items()
 )
 _CATEGORIES = tuple(
     (
         name.encode(),
-        _TABLE_NAMES.index(TABLE_OF_CATEGORY[name]) if name in TABLE_OF_CATEGORY else -1,
+        _TABLE_NAMES.index(schema.TABLE_OF_CATEGORY[name])
+        if name in schema.TABLE_OF_CATEGORY
+        else -1,
     )
-    for name in CATEGORIES
+    for name in schema.CATEGORIES
 )
 
 
@@ -133,7 +117,7 @@ class NativeColumns:
         return pl.DataFrame(found).with_columns(gaps)
 
 
-def _series(column: TraceColumn, values: bytes) -> tuple[pl.Series, Bools]:
+def _series(column: schema.TraceColumn, values: bytes) -> tuple[pl.Series, Bools]:
     """A column, and which of its values are finite."""
     if column.type == "f64":
         with np.errstate(all="ignore"):
@@ -154,18 +138,17 @@ Sink = Callable[[str, pl.DataFrame], None]
 
 _MEMORY_NAME = "[memory]"  # before 2022 such events had no category
 _HALF_PHASES = frozenset("BEben")
-"""Halves of an event; Kineto writes none. Those of asynchronous ones (b, e, n) are not used."""
-_ENDS = "E, the ends of B"
+"""Halves of an event, which are not used; Kineto writes none."""
 _KINDS_LIMIT = 1000  # of events that no table holds, by phase and category
-_MEMORY, _COUNTERS = map(_TABLE_NAMES.index, (MEMORY, GPU_COUNTERS))
+_MEMORY, _COUNTERS = map(_TABLE_NAMES.index, (schema.MEMORY, schema.GPU_COUNTERS))
 _TABLE_OF_CATEGORY = np.array(
-    [_TABLE_NAMES.index(table) for table in TABLE_OF_CATEGORY.values()]
-    + [-1] * (len(REDUNDANT_CATEGORIES) + 1),
+    [_TABLE_NAMES.index(table) for table in schema.TABLE_OF_CATEGORY.values()]
+    + [-1] * (len(schema.REDUNDANT_CATEGORIES) + 1),
     dtype=np.int8,
 )
 
 
-_PLACES: dict[Any, int] = {category: place for place, category in enumerate(CATEGORIES)}
+_PLACES: dict[Any, int] = {category: place for place, category in enumerate(schema.CATEGORIES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +231,6 @@ class _Reading:
     redundant: Counter[str] = field(default_factory=Counter)
     not_used: Counter[str] = field(default_factory=Counter)
     bad_time: int = 0
-    halves: OpenHalves = field(default_factory=OpenHalves)
     batches: list[TableBatch] = field(
         default_factory=lambda: [TableBatch(table) for table in _TABLE_NAMES]
     )
@@ -263,15 +245,15 @@ class _Reading:
 def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadReport]:
     """Reads a file once."""
     reading = _Reading(TraceText(path), Names(path), sink)
-    name_codes = np.array([reading.names[name] for name in (*CATEGORIES, "")], dtype=np.uint32)
+    name_codes = np.array(
+        [reading.names[name] for name in (*schema.CATEGORIES, "")], dtype=np.uint32
+    )
     native = NativeColumns(reading.names, name_codes)
     for piece in reading.text.pieces():
         if _scan_piece(piece, native, reading):
             continue
         _flush(native, reading)
         _read_piece(piece, name_codes, reading)
-    for half in reading.halves.take_unfinished():
-        _count_unused(half.head, reading)
     reading.flush()
     _flush(native, reading)
     name_copies(reading.names)
@@ -289,9 +271,9 @@ def _scan_piece(piece: bytes, native: NativeColumns, reading: _Reading) -> bool:
     reading.flush()  # what stands before it in the file
     for place, count in enumerate(counts):
         if count:
-            table = TABLE_OF_CATEGORY.get(CATEGORIES[place])
+            table = schema.TABLE_OF_CATEGORY.get(schema.CATEGORIES[place])
             counter, key = (
-                (reading.kept, table) if table else (reading.redundant, CATEGORIES[place])
+                (reading.kept, table) if table else (reading.redundant, schema.CATEGORIES[place])
             )
             counter[key] += count
     reading.events += sum(counts)
@@ -311,42 +293,34 @@ def _read_piece(piece: bytes, name_codes: _Codes, reading: _Reading) -> None:
     first = reading.events
     events = decode_whole(piece, reading.text)
     with_args = events is not None
-    halves: list[tuple[int, Any]] = []
     if events is not None:
-        kinds = bytes(map(CATEGORY_OF_TYPE.__getitem__, map(type, events)))
+        kinds = bytes(map(schema.CATEGORY_OF_TYPE.__getitem__, map(type, events)))
         categories = np.frombuffer(kinds, np.uint8)
         tables = _TABLE_OF_CATEGORY[categories]
     else:
-        events = decode(piece, reading.text, reading.damage, HEADS)
-        categories, tables, halves = _sort_heads(events, reading)
-    counts = np.bincount(categories, minlength=OTHER_CATEGORY + 1)
-    for category in REDUNDANT_CATEGORIES:
+        events = decode(piece, reading.text, reading.damage, schema.HEADS)
+        categories, tables = _sort_heads(events, reading)
+    counts = np.bincount(categories, minlength=schema.OTHER_CATEGORY + 1)
+    for category in schema.REDUNDANT_CATEGORIES:
         if count := int(counts[_PLACES[category]]):
             reading.redundant[category] += count
     at = np.flatnonzero(tables >= 0)
     own = [events[place] for place in at.tolist()]
     _add(own, at + first, categories[at], tables[at], name_codes, reading, with_args=with_args)
-    if halves:
-        _add_halves(halves, name_codes, reading)
     reading.events += len(events)
 
 
-def _sort_heads(
-    heads: list[Any], reading: _Reading
-) -> tuple[_Categories, _Tables, list[tuple[int, Any]]]:
-    """Category and table of each event, and the begins and ends; what nothing holds is counted."""
+def _sort_heads(heads: list[Any], reading: _Reading) -> tuple[_Categories, _Tables]:
+    """Category and table of each event; what nothing holds is counted."""
     categories = np.frombuffer(
-        bytes([_PLACES.get(head.cat, OTHER_CATEGORY) for head in heads]), np.uint8
+        bytes([_PLACES.get(head.cat, schema.OTHER_CATEGORY) for head in heads]), np.uint8
     )
     tables = _TABLE_OF_CATEGORY[categories]
-    halves: list[tuple[int, Any]] = []
-    for at in np.flatnonzero(categories == OTHER_CATEGORY).tolist():
+    for at in np.flatnonzero(categories == schema.OTHER_CATEGORY).tolist():
         if heads[at].name == _MEMORY_NAME and not heads[at].cat:
             tables[at] = _MEMORY
-        elif (counter := read_gpu_counter(heads[at])) is not None:
+        elif (counter := schema.read_gpu_counter(heads[at])) is not None:
             tables[at], heads[at] = _COUNTERS, counter
-        elif heads[at].ph in HALVES:
-            halves.append((at, heads[at]))
         else:
             _count_unused(heads[at], reading)
     for at in np.flatnonzero(tables >= 0).tolist():
@@ -355,35 +329,13 @@ def _sort_heads(
             head.name = ""
         if head.ph in _HALF_PHASES:
             tables[at] = -1
-            if head.ph in HALVES:
-                halves.append((at, head))
-            else:
-                _count_unused(head, reading)
-    return categories, tables, sorted(halves, key=lambda half: half[0])
+            _count_unused(head, reading)
+    return categories, tables
 
 
-def _count_unused(head: Head, reading: _Reading) -> None:
+def _count_unused(head: schema.Head, reading: _Reading) -> None:
     unused, kind = reading.not_used, f"{head.ph or '?'} {head.cat or ''}".rstrip()
     unused[kind if kind in unused or len(unused) < _KINDS_LIMIT else "of other kinds"] += 1
-
-
-def _add_halves(halves: list[tuple[int, Any]], name_codes: _Codes, reading: _Reading) -> None:
-    """Begins and ends of a piece: what of them makes a whole event goes into its table."""
-    known = [
-        Half(reading.events + at, _PLACES.get(head.cat, OTHER_CATEGORY), head)
-        for at, head in halves
-    ]
-    whole, alone = reading.halves.join(known)
-    tables = _TABLE_OF_CATEGORY[[half.category for half in whole]]
-    rows = [half for half, table in zip(whole, tables, strict=True) if table >= 0]
-    unused = [half for half, table in zip(whole, tables, strict=True) if table < 0]
-    for half in (*alone, *unused):
-        _count_unused(half.head, reading)
-    reading.redundant[_ENDS] += len(whole)
-    places = np.array([half.event for half in rows], dtype=np.int64)
-    categories = np.array([half.category for half in rows], dtype=np.uint8)
-    heads = [half.head for half in rows]
-    _add(heads, places, categories, tables[tables >= 0], name_codes, reading, with_args=False)
 
 
 def _add(
@@ -414,7 +366,7 @@ def _report(reading: _Reading) -> LoadReport:
         path=str(text.path),
         text_bytes=text.size_bytes,
         event_count=reading.events + damage.lost_count,
-        kept={table: reading.kept[table] for table in TABLES},
+        kept={table: reading.kept[table] for table in schema.TABLES},
         redundant=dict(reading.redundant),
         not_used=dict(reading.not_used),
         bad_time_count=reading.bad_time,

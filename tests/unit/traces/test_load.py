@@ -9,7 +9,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,35 +84,9 @@ def test_report_counts_every_event(file: Path) -> None:
     assert (report.bad_time_count, report.lost_count) == (1, 1)
 
 
-def half(phase: str, ts: Any, name: str = "half", **more: Any) -> dict[str, Any]:
-    """A begin or an end; an end needs no name and no category."""
-    whole = op(name, ts)
-    return {key: value for key, value in whole.items() if key != "dur"} | {"ph": phase, **more}
-
-
-def test_a_begin_and_its_end_are_one_event(file: Path) -> None:
-    end = {"ph": "E", "pid": 1, "tid": 1}
-    events = [half("B", 10, "outer"), op("whole", 11), half("B", 12.5, "inner"),
-              {**end, "ts": 14}, {**end, "ts": 20}]  # fmt: skip
-    found = read(file, compact(events))
-    order = found.table("ops").sort("event")
-    assert order["name"].cast(pl.String).to_list() == ["outer", "whole", "inner"]
-    assert order["ts_ns"].to_list() == [10_000, 11_000, 12_500]
-    assert order["dur_ns"].to_list() == [10_000, 5_000, 1_500]
-    assert counted(found.report) == found.report.event_count == 5
-    assert found.report.not_used == {}
-
-
-def test_a_begin_and_its_end_may_lie_far_apart_and_have_fine_stamps(file: Path) -> None:
-    filler = [op("x" * 200, 1_700_000_000_000_000 + i) for i in range(60_000)]
-    events = [half("B", 1_700_000_000_000_001), *filler, half("E", 1_700_000_000_000_002)]
-    text = compact(events).replace("1700000000000001,", "1700000000000001.125,")
-    found = read(file, text)
-    assert found.table("ops").filter(pl.col("event") == 0)["dur_ns"].to_list() == [875]
-
-
-def test_halves_that_are_alone_are_counted_and_left_out(file: Path) -> None:
-    found = read(file, compact([op("whole"), half("E", 1), half("B", 2), half("b", 3)]))
+def test_halves_of_events_are_counted_and_left_out(file: Path) -> None:
+    halves = [{**op("half", at), "ph": phase} for at, phase in enumerate("EBb")]
+    found = read(file, compact([op("whole"), *halves]))
     assert found.texts("ops") == ["whole"]
     assert found.report.not_used == {"B cpu_op": 1, "E cpu_op": 1, "b cpu_op": 1}
     assert counted(found.report) == found.report.event_count == 4

@@ -151,18 +151,6 @@ def scaled(factor: float) -> Make:
     return made
 
 
-def halves() -> list[Event]:
-    found = []
-    for each in sound():
-        if each["cat"] != "kernel":
-            found.append(each)
-            continue
-        end = {"ph": "E", "pid": each["pid"], "tid": each["tid"], "ts": each["ts"] + each["dur"]}
-        begin = {key: value for key, value in each.items() if key != "dur"} | {"ph": "B"}
-        found += [begin, end]
-    return found
-
-
 def captured() -> list[Event]:
     start = [call(900 + n, 100 + 10 * n) for n in range(30)]
     end = call(990, 500, "cudaStreamEndCapture", 50)
@@ -289,7 +277,6 @@ KINDS = (
          write=one(scaled(1000)), busy_ms=None),
     Kind(name="milliseconds written as us", check="wrong_unit", is_fault=True,
          write=one(scaled(0.001)), busy_ms=None),
-    Kind(name="B/E pairs", check="", is_fault=False, write=one(halves)),
     Kind(name="window opened during graph capture", check="window_during_capture", is_fault=True,
          write=one(captured)),
     Kind(name="graph captured within the window", check="window_during_capture", is_fault=False,
