@@ -11,11 +11,10 @@ _WRAP = 1 << 64
 def varint(number: int) -> bytes:
     """A number in groups of seven bits; a negative one as 64 bits in two's complement."""
     number %= _WRAP
-    groups = bytearray()
-    while number > 0x7F:
-        groups.append(number & 0x7F | 0x80)
-        number >>= 7
-    groups.append(number)
+    groups = bytearray([number & 0x7F])
+    while number := number >> 7:
+        groups[-1] |= 0x80
+        groups.append(number & 0x7F)
     return bytes(groups)
 
 
@@ -65,13 +64,10 @@ _INT64, _BOOL, _STRING = 9, 27, 29
 
 def attribute(name: str, value: Attribute) -> bytes:
     """An AttributeProto: a number as int64."""
-    if isinstance(value, bool):
-        said = number_field(_BOOL, int(value))
-    elif isinstance(value, int):
-        said = number_field(_INT64, value)
-    else:
-        said = text_field(_STRING, value)
-    return text_field(1, name) + said
+    if isinstance(value, str):
+        return text_field(1, name) + text_field(_STRING, value)
+    kind = _BOOL if isinstance(value, bool) else _INT64
+    return text_field(1, name) + number_field(kind, int(value))
 
 
 def _attributes(field: int, values: Mapping[str, Attribute | None]) -> bytes:

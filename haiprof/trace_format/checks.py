@@ -167,18 +167,11 @@ def before_cut(
     return events.filter(early | ((pl.col("ts_ns") < end_ns) & ~late))
 
 
-def _event_finding(
-    counts: Mapping[str, int], check: str, *, what: str, effect: str
-) -> Finding | None:
-    found = {table: count for table, count in counts.items() if count}
-    if not found:
-        return None
-    total, names = sum(found.values()), ", ".join(f"{n} of {table}" for table, n in found.items())
-    return Finding(
-        check, total,
-        text=f"{count_text(total, 'event')} {what} ({names})",
-        effect=effect,
-    )  # fmt: skip
+def _event_finding(counts: Mapping[str, int], check: str, what: str, effect: str) -> Finding | None:
+    total = sum(counts.values())
+    names = ", ".join(f"{count} of {table}" for table, count in counts.items() if count)
+    text = f"{count_text(total, 'event')} {what} ({names})"
+    return Finding(check, total, text, effect) if total else None
 
 
 def unit_finding(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Finding | None:
@@ -253,9 +246,10 @@ def check_streams(
 
 
 def _by_stream(gpu: pl.DataFrame) -> _Streams:
-    device: Ints = gpu.select(pl.coalesce("device", "pid").fill_null(-1)).to_series().to_numpy()
-    stream: Ints = gpu.select(pl.coalesce("stream", "tid").fill_null(-1)).to_series().to_numpy()
-    group = device * _DEVICE + stream
+    device, stream = (
+        pl.coalesce(pair).fill_null(-1) for pair in (("device", "pid"), ("stream", "tid"))
+    )
+    group: Ints = gpu.select(device * _DEVICE + stream).to_series().to_numpy()
     row: Ints = np.argsort(group, kind="stable")
     group = group[row]
     start: Ints = gpu["ts_ns"].to_numpy()[row]
@@ -277,11 +271,10 @@ def _by_stream(gpu: pl.DataFrame) -> _Streams:
 def _longer(order: _Streams, gpu: pl.DataFrame, host: tuple[int, int] | None) -> Bools:
     """Which events are longer than the host's window, and than others of their name."""
     length = order.end - order.start
-    found: Bools = np.zeros(len(length), dtype=np.bool_)
     if host is None:
-        return found
+        return np.zeros(len(length), dtype=np.bool_)
     window = host[1] - host[0]
-    found = length > max(_WINDOW_FACTOR * window, window + _HUGE_NS)
+    found: Bools = length > max(_WINDOW_FACTOR * window, window + _HUGE_NS)
     names = gpu["name"].to_physical().to_numpy()[order.row]
     for at in np.flatnonzero(found).tolist():
         alike = length[names == names[at]]
@@ -359,10 +352,7 @@ def check_trace(
 ) -> tuple[dict[str, pl.DataFrame], KeptFindings]:
     """GPU events, calls and operators as they can be believed, and what was found of one trace."""
     near = {name: without_far(table) for name, table in tables.items()}
-    once = {
-        name: without_duplicates(table, _IDS[name]) if len(table) else table
-        for name, table in near.items()
-    }
+    once = {name: without_duplicates(table, _IDS[name]) for name, table in near.items()}
     linked, calls, of_links = link_launches(once[GPU], once[RUNTIME], path)
     host = _window(calls) if len(calls) else None
     close = without_far_from_host(linked, host)
@@ -373,9 +363,8 @@ def check_trace(
     twice = {name: len(table) - len(once[name]) for name, table in near.items()}
     what, effect = "far in time from all others", "left out of all answers"
     found = (
-        *_damage(report),
-        _event_finding(far, "far_timestamps", what=what, effect=effect),
-        _event_finding(twice, "duplicate_events", what="recorded twice", effect="counted once"),
+        *_damage(report), _event_finding(far, "far_timestamps", what, effect),
+        _event_finding(twice, "duplicate_events", "recorded twice", "counted once"),
         *of_streams, *of_launches, unit_finding(close, calls), *of_links,
     )  # fmt: skip
     sound = {GPU: gpu, RUNTIME: calls, OPS: once[OPS]}

@@ -253,18 +253,13 @@ def load_execution_trace(path: Path) -> ExecutionTrace:
     once = known.unique("node", keep="first", maintain_order=True).sort("node")
     nodes, orphans, cycles = _resolve_parents(once)
     report = ExecutionReport(
-        path=str(path),
-        node_count=len(nodes),
-        lost_count=lost + frame["node"].null_count(),
-        repeated_count=len(known) - len(once),
-        orphan_count=orphans,
-        cycle_count=cycles,
-    )
-    pid = integer(header.pop("pid"))
-    schema = str(header.pop("schema") or "")
+        path=str(path), node_count=len(nodes), lost_count=lost + frame["node"].null_count(),
+        repeated_count=len(known) - len(once), orphan_count=orphans, cycle_count=cycles,
+    )  # fmt: skip
     return ExecutionTrace(
-        path=path, schema=schema, pid=pid, header=header, nodes=nodes, report=report
-    )
+        path=path, schema=str(header.pop("schema") or ""), pid=integer(header.pop("pid")),
+        header=header, nodes=nodes, report=report,
+    )  # fmt: skip
 
 
 def integer(value: object) -> int | None:
@@ -273,9 +268,7 @@ def integer(value: object) -> int | None:
         value = int(value) if value.isascii() and value.isdecimal() and len(value) < 20 else None
     if isinstance(value, float):
         value = int(value) if value.is_integer() else None
-    if type(value) is not int:
-        return None
-    return value if _MIN <= value <= _MAX else None
+    return value if type(value) is int and _MIN <= value <= _MAX else None
 
 
 def _text(path: Path) -> bytes:
@@ -319,13 +312,11 @@ def _link(record: Node | OldNode) -> list[Any]:
     micros = {"ts_ns": record.ts, "dur_ns": record.inclusive_dur, "self_ns": record.exclusive_dur}
     row = {name: integer(exact.get(name, _ns(value))) for name, value in micros.items()}
     waits = record.sync_dep if isinstance(record.sync_dep, list) else []
+    row |= {name: integer(exact.get(name)) for name in ("host_tid", "device", "bytes")}
     others = {
         "linked_by": _text_or_null(exact.get("linked_by", "chakra")),
         "category": _text_or_null(record.cat),
         "stream": integer(record.stream) if record.cat is not None else None,
-        "host_tid": integer(exact.get("host_tid")),
-        "device": integer(exact.get("device")),
-        "bytes": integer(exact.get("bytes")),
         "thread_dependency": integer(record.inter_thread_dep),
         "sync_dependencies": [number for number in map(integer, waits) if number is not None],
     }
@@ -339,25 +330,18 @@ def _ns(micros: object) -> int | None:
 
 def _resolve_parents(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int, int]:
     """Nodes without orphaned or circular parents, and how many had such parents."""
-    numbers = nodes["node"].to_numpy()
-    if not len(numbers):
-        return nodes, 0, 0
-    said = nodes["parent"]
-    place = np.searchsorted(numbers, said.fill_null(_MIN).to_numpy()).clip(0, len(numbers) - 1)
-    above = np.where(numbers[place] == said.fill_null(_MIN).to_numpy(), place, -1)
-    outside = (above < 0) & said.is_not_null().to_numpy()
+    places = pl.DataFrame({"parent": nodes["node"], "at": np.arange(len(nodes))})
+    said = nodes.select("parent")
+    found = said.join(places, on="parent", how="left", maintain_order="left")
+    above = found["at"].fill_null(-1).to_numpy()
     circle = _circles(above)
-    # The process's root is node 1 in some versions and missing in others; a root names itself so.
+    # The process's root is node 1 in some versions and missing in others; a root names itself so,
+    # and is its own parent.
     root = nodes["name"].str.starts_with("[pytorch|profiler|").to_numpy()
-    known = pl.Series((above >= 0) & ~circle)
-    parent = pl.select(pl.when(known).then(nodes["node"].gather(above.clip(0)))).to_series()
-    orphans = int(np.count_nonzero(outside & ~root))
-    return (
-        nodes.with_columns(parent.alias("parent")),
-        orphans,
-        # The process's root is its own parent.
-        int(np.count_nonzero(circle & ~(root & (above == np.arange(len(above)))))),
-    )
+    outside = (above < 0) & said["parent"].is_not_null().to_numpy() & ~root
+    around = circle & ~(root & (above == np.arange(len(above))))
+    known = pl.when(pl.Series((above >= 0) & ~circle)).then("parent")
+    return nodes.with_columns(known), int(outside.sum()), int(around.sum())
 
 
 def _circles(above: npt.NDArray[np.int64]) -> Bools:
@@ -401,12 +385,10 @@ def _node(row: dict[str, Any]) -> dict[str, Any]:
     if row["ts_ns"] is None:
         return node
     node |= {
-        "ts": row["ts_ns"] / 1000,
-        "inclusive_dur": row["dur_ns"] / 1000,
-        "exclusive_dur": row["self_ns"] / 1000,
-        "inter_thread_dep": row["thread_dependency"],
+        "ts": row["ts_ns"] / 1000, "inclusive_dur": row["dur_ns"] / 1000,
+        "exclusive_dur": row["self_ns"] / 1000, "inter_thread_dep": row["thread_dependency"],
         "haiprof": {name: row[name] for name in _EXACT if row[name] is not None},
-    }
+    }  # fmt: skip
     if row["sync_dependencies"]:
         node["sync_dep"] = row["sync_dependencies"]
     if row["category"] is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import os
 import re
 import zlib
@@ -13,13 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from haiprof.base.errors import HaiprofError, MissingDataError, RunFormatError, TraceFormatError
-from haiprof.run_format.layout import (
-    ET_RAW_SUFFIX,
-    ET_SUFFIX,
-    MANIFEST_NAME,
-    SIDECAR_SUFFIX,
-    RunPaths,
-)
+from haiprof.run_format import layout
 from haiprof.run_format.manifest import read_manifest
 from haiprof.run_format.raw_traces import Part, Stem, parse_stem, readable_parts
 from haiprof.run_format.reader import read_json, read_lines
@@ -43,16 +38,20 @@ _NO_RANK = 1 << 31
 def rank_of(path: Path, metadata: Mapping[str, Any]) -> int | None:
     """The rank of the process that recorded a trace; None where it is not known."""
     if MERGED_KEY in metadata:
-        raise TraceFormatError(
-            f"{path}: it holds several ranks (haiprof export --to merged), for a viewer",
-            hint="name the ranks' own traces",
-        )
+        raise _merged_error(path)
     said = metadata.get("distributedInfo")
     rank = said.get("rank") if isinstance(said, dict) else None
     if type(rank) is int and 0 <= rank < _NO_RANK:
         return rank
     named = rank_in_name(path.name)
     return rank_in_run(path) if named is None else named
+
+
+def _merged_error(path: Path) -> TraceFormatError:
+    return TraceFormatError(
+        f"{path}: it holds several ranks (haiprof export --to merged), for a viewer",
+        hint="name the ranks' own traces",
+    )
 
 
 def rank_in_name(name: str) -> int | None:
@@ -66,7 +65,7 @@ def rank_in_run(path: Path) -> int | None:
     if path.absolute().parent.name != "traces":
         return None
     numbers = {int(digits) for digits in _NUMBER.findall(path.name) if len(digits) < 10}
-    run = RunPaths(path.absolute().parent.parent)
+    run = layout.RunPaths(path.absolute().parent.parent)
     known = [each for each in _reports(run) if all(type(each.get(n)) is int for n in _NUMBERS)]
     reported = [each for each in known if each["pid"] in numbers]
     of_host = [each for each in reported if path.name.startswith(f"{each.get('host')}_")]
@@ -75,7 +74,7 @@ def rank_in_run(path: Path) -> int | None:
     return rank if rank is not None and 0 <= rank < _NO_RANK else None
 
 
-def _reports(run: RunPaths) -> Iterator[dict[str, Any]]:
+def _reports(run: layout.RunPaths) -> Iterator[dict[str, Any]]:
     """`rank`, `host` and `pid` of every process that reported in."""
     try:
         ranks = read_manifest(run).ranks
@@ -127,7 +126,7 @@ def _windows(files: Sequence[tuple[Stem, Path]]) -> list[list[Path]]:
 
 def _sidecars(folder: Path) -> dict[str, Mapping[str, Any]]:
     """The sidecars by stem: from the nodes' events, and those beside raw traces."""
-    run = RunPaths(folder.parent.parent if folder.name == ".parts" else folder.parent)
+    run = layout.RunPaths(folder.parent.parent if folder.name == ".parts" else folder.parent)
     found: dict[str, Mapping[str, Any]] = {}
     for _, node in run.node_folders():
         with contextlib.suppress(RunFormatError):  # without them windows are numbered by file
@@ -144,7 +143,7 @@ def _sidecars(folder: Path) -> dict[str, Mapping[str, Any]]:
 def raw_traces(folder: Path, finished: Iterable[str]) -> list[Path]:
     """Raw traces that will not be compressed any more, as the job ended before."""
     names = set(finished)
-    parts: list[Part] = readable_parts(RunPaths(folder.parent))
+    parts: list[Part] = readable_parts(layout.RunPaths(folder.parent))
     return [part.raw for part in parts if part.trace.name not in names]
 
 
@@ -192,10 +191,7 @@ def trace_files(source: str | Path) -> list[Path]:
     for suffix in (SUMMARY_SUFFIX, FUNCTIONS_SUFFIX):
         found = found or sorted(folder.glob(f"[!.]*{suffix}"))
     if not found and merged:
-        raise TraceFormatError(
-            f"{merged[0]}: it holds several ranks (haiprof export --to merged), for a viewer",
-            hint="name the ranks' own traces",
-        )
+        raise _merged_error(merged[0])
     if not found:
         raise TraceFormatError(f"{folder}: no trace in it", hint=_why_none(folder, there))
     return found
@@ -209,17 +205,15 @@ def is_parquet_export(path: Path) -> bool:
 def merged_files(folder: Path) -> list[Path]:
     """Merged traces in a folder: by their default name, or by what a file holds."""
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        paths = sorted(folder.iterdir())
     except OSError:
         return []
-    plain = [
-        Path(entry.path)
-        for entry in entries
-        if entry.name.endswith(TRACE_ENDINGS) and entry.name[0] != "." and entry.is_file()
-    ]
     return [
-        path for path in plain if path.name.startswith(f"{MERGED_NAME}.") or _MERGED in _head(path)
-    ]
+        path
+        for path in paths
+        if path.name.endswith(TRACE_ENDINGS) and path.name[0] != "." and path.is_file()
+        and (path.name.startswith(f"{MERGED_NAME}.") or _MERGED in _head(path))
+    ]  # fmt: skip
 
 
 def window_files(source: str | Path, window: int | None = None) -> list[Path]:
@@ -250,12 +244,12 @@ def _why_none(folder: Path, passed_over: Sequence[Path]) -> str:
     if passed_over:
         return f"{passed_over[0].name} is an execution trace (ExecutionTraceObserver)"
     try:
-        waiting = [n for n in os.listdir(folder / ".parts") if n.endswith(SIDECAR_SUFFIX)]
+        waiting = [n for n in os.listdir(folder / ".parts") if n.endswith(layout.SIDECAR_SUFFIX)]
     except OSError:
         waiting = []
     if waiting:
         return f"{len(waiting)} of the running job are being compressed, raw in {folder}/.parts"
-    if os.path.lexists(folder / MANIFEST_NAME):
+    if os.path.lexists(folder / layout.MANIFEST_NAME):
         return "this run recorded none; haiprof --trace train.py records some steps"
     return (
         "traces end in .json or .json.gz (Nsight's in .sqlite, or folders of Parquet), one per rank"
@@ -267,7 +261,7 @@ def _is_trace(entry: os.DirEntry[str]) -> bool:
     plain = not name.startswith(".") and name not in _OTHERS
     anew = any(suffix in name for suffix in (COUNTER_SUFFIX, OVERLAY_SUFFIX))
     anew = anew or name.startswith((f"{MERGED_NAME}.", f"{LINKED_NAME}."))
-    of_haiprof = name.endswith((SIDECAR_SUFFIX, ET_RAW_SUFFIX, ET_SUFFIX))
+    of_haiprof = name.endswith((layout.SIDECAR_SUFFIX, layout.ET_RAW_SUFFIX, layout.ET_SUFFIX))
     own = plain and not anew and not of_haiprof
     if own and entry.is_dir():
         return is_parquet_export(Path(entry.path))
@@ -293,13 +287,11 @@ def by_rank(traces: Iterable[_Found]) -> dict[int, _Found]:
     for trace in traces:
         if trace.rank is None:
             silent.append(trace)
-        elif trace.rank in found:
+        elif found.setdefault(trace.rank, trace) is not trace:
             raise TraceFormatError(
                 f"two traces of rank {trace.rank}: {found[trace.rank].path} and {trace.path}",
                 hint="name the files of one window, or give {rank: path}",
             )
-        else:
-            found[trace.rank] = trace
-    free = (number for number in range(len(found) + len(silent)) if number not in found)
+    free = (number for number in itertools.count() if number not in found)
     found |= dict(zip(free, silent, strict=False))
     return dict(sorted(found.items()))

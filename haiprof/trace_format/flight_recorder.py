@@ -127,20 +127,19 @@ def _line(entry: _Entry) -> str | None:
     return None if frame is None else frame_text(frame)
 
 
-def _first_dtype(dtypes: list[str] | str) -> str | None:
-    """PyTorch's tests of its own reader have one text in place of a list."""
-    return dtypes or None if isinstance(dtypes, str) else next(iter(dtypes), None)
-
-
 def _frame(entries: Sequence[_Entry]) -> pl.DataFrame:
+    # PyTorch's tests of its own reader have one text in place of a list of types.
+    types = [
+        [e.input_dtypes] if isinstance(e.input_dtypes, str) else e.input_dtypes for e in entries
+    ]
     columns = {
-        "group": [e.process_group[0] if e.process_group else "" for e in entries],
-        "group_name": [e.process_group[-1] if e.process_group else "" for e in entries],
+        "group": [next(iter(e.process_group), "") for e in entries],
+        "group_name": [next(reversed(e.process_group), "") for e in entries],
         "sequence": [e.p2p_seq_id if e.is_p2p else e.collective_seq_id for e in entries],
         "kind": [e.profiling_name.rpartition(":")[2] for e in entries],
         "p2p": [e.is_p2p for e in entries],
         "element_count": [sum(prod(size) for size in e.input_sizes) for e in entries],
-        "dtype": [_first_dtype(e.input_dtypes) for e in entries],
+        "dtype": [next(iter(own), None) or None for own in types],
         "created_ns": [e.time_created_ns or None for e in entries],
         "started_ns": [e.time_discovered_started_ns or None for e in entries],
         "completed_ns": [e.time_discovered_completed_ns or None for e in entries],

@@ -128,7 +128,7 @@ def _call_starts(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.Series:
     """Start of the first call with each event's correlation; null where there is none."""
     calls = runtime.select("correlation", "ts_ns").filter(pl.col("correlation") > 0)
     if calls.is_empty():
-        return pl.Series([None] * len(gpu), dtype=pl.Int64)
+        return pl.repeat(None, len(gpu), dtype=pl.Int64, eager=True)
     # Numbers rise with time, nearly: faster than a join.
     ids, first = np.unique(calls["correlation"].to_numpy(), return_index=True)
     own: Ints = gpu["correlation"].fill_null(0).to_numpy()
@@ -150,17 +150,16 @@ def _clock(
     least = -int(delay.min())  # type: ignore[arg-type] # some are negative
     text = f"{count_text(count, 'kernel')} of {known:,} before their launch"
     text += f", by up to {milliseconds(least)}"
-    is_offset = count >= max(_OFFSET_LEAST, _OFFSET_SHARE * known)
-    if is_offset and (most is None or most >= least - _TOLERANCE_NS):
+    moved = gpu
+    if count < max(_OFFSET_LEAST, _OFFSET_SHARE * known):
+        effect = "single wrong stamps: their launch delay counts as 0, all else stands"
+    elif most is None or most >= least - _TOLERANCE_NS:
         moved = gpu.with_columns(pl.col("ts_ns") + least)
         reach = "" if most is None else f" and at most {milliseconds(most)}"
         effect = (
             f"the GPU's clock is at least {milliseconds(least)}{reach} behind the host's: GPU "
             f"times moved by {milliseconds(least)}, launch delays are a lower bound"
         )
-    elif not is_offset:
-        moved = gpu
-        effect = "single wrong stamps: their launch delay counts as 0, all else stands"
     else:
         moved = gpu.with_columns(pl.when(~early.fill_null(value=False)).then("correlation"))
         effect = (
@@ -370,10 +369,8 @@ def link_launches(
     if 2 * joined >= len(gpu):  # and where there are none
         return gpu, runtime, []
     works = runtime.filter(pl.col("name").cast(pl.String).str.contains(_STARTS_WORK))
-    by = "External id"
-    pairs, refused = _in_time(
-        _pairs(*(table.select("event", "ts_ns", id="external_id") for table in (gpu, works)))
-    )
+    ids = (table.select("event", "ts_ns", id="external_id") for table in (gpu, works))
+    (pairs, refused), by = _in_time(_pairs(*ids)), "External id"
     if joined >= len(pairs) and joined:
         return gpu, runtime, []
     if pairs.is_empty() and len(works) and not is_nsight_export(path):
@@ -382,14 +379,12 @@ def link_launches(
     found = []
     if len(pairs):
         found.append(Finding(
-            "linked_without_correlation", len(pairs),
+            "linked_without_correlation", len(pairs), is_fault=False,
             text=f"correlations do not join kernels with their launches; {len(pairs):,} of "
             f"{len(gpu):,} were joined by {by}",
             effect="launches and operators are known of these",
-            is_fault=False,
         ))  # fmt: skip
-    alone = len(gpu) - len(pairs)
-    if alone:
+    if alone := len(gpu) - len(pairs):
         why = f", {refused:,} of them before the call that their number names" if refused else ""
         found.append(Finding(
             "no_launch_known", alone,
@@ -413,12 +408,12 @@ def _with_number(table: pl.DataFrame, numbers: pl.DataFrame) -> pl.DataFrame:
 
 def _pairs(events: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """`event`, `ts_ns`, `call`, `call_ns` of what has one number; of an operator's nth with nth."""
-    size, nth = pl.len().over("id").alias("size"), pl.int_range(pl.len()).over("id").alias("nth")
-    own = events.drop_nulls("id").sort("ts_ns", "event").select("event", "ts_ns", "id", size, nth)
-    known = calls.drop_nulls("id").sort("ts_ns", "event").select(
-        "id", size, nth, call="event", call_ns="ts_ns"
-    )  # fmt: skip
-    alone = own.join(known.filter(size=1).drop("size", "nth"), on="id")
+    size, nth = pl.len().over("id"), pl.int_range(pl.len()).over("id")
+    own, known = (
+        table.drop_nulls("id").sort("ts_ns", "event").with_columns(size=size, nth=nth)
+        for table in (events, calls.with_columns(call="event", call_ns="ts_ns"))
+    )
+    alone = own.join(known.filter(size=1), on="id")
     several = own.join(known.filter(pl.col("size") > 1), on=["id", "size", "nth"])
     columns = ["event", "ts_ns", "call", "call_ns"]
     return pl.concat([alone.select(columns), several.select(columns)])

@@ -234,12 +234,9 @@ class _Parser:
 def sum_by_line(snapshot: MemorySnapshot) -> pl.DataFrame:
     """Memory in use by the line of the job's own code that allocated it, most first."""
     used = snapshot.blocks.filter(pl.col("state").str.starts_with("active"))
-    return (
-        used.join(_lines(snapshot), on="stack", how="left")
-        .group_by("device", "line", "file")
-        .agg(block_count=pl.len().cast(pl.Int64), size_bytes=pl.col("size_bytes").sum())
-        .sort("device", -pl.col("size_bytes"), "line", nulls_last=True)
-    )
+    found = used.join(_lines(snapshot), on="stack", how="left").group_by("device", "line", "file")
+    sums = found.agg(block_count=pl.len().cast(pl.Int64), size_bytes=pl.col("size_bytes").sum())
+    return sums.sort("device", -pl.col("size_bytes"), "line", nulls_last=True)
 
 
 _TAKEN, _RETURNED = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
@@ -293,22 +290,16 @@ def memory_history(snapshot: MemorySnapshot) -> MemoryHistory:
     start = lives.filter(pl.col("born") < 0).group_by("device").agg(start_bytes=size.sum())
     end = snapshot.segments.group_by("device").agg(end_bytes=size.sum())
     reserved = pl.when(action.is_in(_TAKEN)).then(size).when(action.is_in(_RETURNED)).then(-size)
-    levels = (
-        events.join(changes, on=["device", "order"], how="left", maintain_order="left")
-        .join(start, on="device", how="left", maintain_order="left")
-        .join(end, on="device", how="left", maintain_order="left")
-        .with_columns(taken=reserved.otherwise(0))
-        .select(
-            "device",
-            "order",
-            ts_ns=pl.coalesce("time_ns", "order"),
-            allocated_bytes=pl.col("start_bytes").fill_null(0)
-            + pl.col("change").fill_null(0).cum_sum().over("device"),
-            reserved_bytes=pl.col("end_bytes").fill_null(0)
-            - pl.col("taken").cum_sum(reverse=True).over("device")
-            + pl.col("taken"),
-        )
-    )
+    joined = events.with_columns(taken=reserved.otherwise(0))
+    for other, on in ((changes, ["device", "order"]), (start, ["device"]), (end, ["device"])):
+        joined = joined.join(other, on=on, how="left", maintain_order="left")
+    change, taken = pl.col("change").fill_null(0), pl.col("taken")
+    levels = joined.select(
+        "device", "order", ts_ns=pl.coalesce("time_ns", "order"),
+        allocated_bytes=pl.col("start_bytes").fill_null(0) + change.cum_sum().over("device"),
+        reserved_bytes=pl.col("end_bytes").fill_null(0) + taken
+        - taken.cum_sum(reverse=True).over("device"),
+    )  # fmt: skip
     peaks = levels.group_by("device").agg(
         peak=pl.col("order").get(pl.col("allocated_bytes").arg_max())
     )
@@ -326,15 +317,13 @@ def memory_history(snapshot: MemorySnapshot) -> MemoryHistory:
 
 def _lines(snapshot: MemorySnapshot) -> pl.DataFrame:
     """By place in `stacks`: the `line` of the job's own code, and its `file`."""
-    own = [own_frame(stack) for stack in snapshot.stacks]
-    return pl.DataFrame(
-        {
-            "stack": range(len(own)),
-            "line": [None if frame is None else frame_text(frame) for frame in own],
-            "file": [None if frame is None else frame[0] for frame in own],
-        },
-        schema={"stack": pl.Int64, "line": pl.String, "file": pl.String},
-    )
+    own = map(own_frame, snapshot.stacks)
+    rows = [
+        (place, *((None, None) if frame is None else (frame_text(frame), frame[0])))
+        for place, frame in enumerate(own)
+    ]
+    schema = {"stack": pl.Int64, "line": pl.String, "file": pl.String}
+    return pl.DataFrame(rows, schema=schema, orient="row")
 
 
 def _frame(content: object) -> Frame | None:

@@ -22,19 +22,12 @@ import polars as pl
 from haiprof.base.errors import HaiprofError, UsageError, convert_os_errors
 from haiprof.base.safe_files import named_file
 from haiprof.run_format.phase_ranges import is_phase
+from haiprof.trace_format import merge_inputs
 from haiprof.trace_format.find import MERGED_KEY
 from haiprof.trace_format.kineto.columns import exact_ns
 from haiprof.trace_format.kineto.decode import Damage, decode
 from haiprof.trace_format.kineto.events import Decoder
 from haiprof.trace_format.kineto.text import TraceText, is_utf8, scrub
-from haiprof.trace_format.merge_inputs import (
-    Fields,
-    Lanes,
-    StreamLanes,
-    TraceInput,
-    meta_event,
-    process_events,
-)
 
 ID_STRIDE = 10_000_000_000
 """Rank 3's arrow 4711 is 30000004711: both can be read off. Kineto's ids are of 32 bits."""
@@ -105,7 +98,7 @@ Range = tuple[int, int]
 class RankPlan:
     """How one rank's file is to be merged."""
 
-    source: TraceInput
+    source: merge_inputs.TraceInput
     rank: int
     shift_ns: int
     """Added to its times."""
@@ -113,7 +106,7 @@ class RankPlan:
     """Only what touches this range of its own times; None takes all."""
     clock: Mapping[str, Any]
     """How its clock was found, for the output's metadata."""
-    streams: StreamLanes = field(default_factory=StreamLanes)
+    streams: merge_inputs.StreamLanes = field(default_factory=merge_inputs.StreamLanes)
     """Events that leave the lane of their stream."""
     without_phases: bool = False
     """Leaves out the forward and backward ranges that haiprof added: a track shows them."""
@@ -127,7 +120,7 @@ class RankEvents:
     base_ns: int = 0
     """Unix time that the merged trace counts from."""
     text: TraceText = field(init=False)
-    lanes: Lanes = field(init=False)
+    lanes: merge_inputs.Lanes = field(init=False)
     damage: Damage = field(default_factory=Damage)
     event_count: int = 0
     """Of the file, that could be read."""
@@ -140,13 +133,13 @@ class RankEvents:
 
     def __post_init__(self) -> None:
         """Creates the mutable state; the file is opened by `pieces`."""
-        self.text, self.lanes = TraceText(self.plan.source.path), Lanes(self.plan.rank)
+        self.text, self.lanes = TraceText(self.plan.source.path), merge_inputs.Lanes(self.plan.rank)
 
     def pieces(self) -> Iterator[bytes]:
         """The events' new text, separated by commas; no piece is empty."""
         streams = self.plan.streams
         for piece in self.text.pieces():
-            events: list[Fields] = decode(piece, self.text, self.damage, _EVENTS)
+            events: list[merge_inputs.Fields] = decode(piece, self.text, self.damage, _EVENTS)
             streams.move(events, self.event_count)
             self.event_count += len(events)
             if self.plan.without_phases:
@@ -178,7 +171,7 @@ class RankEvents:
         found = [*self.text.notes, *(note for is_so, note in counted if is_so)]
         return [f"{self.text.path}: {note}" for note in found]
 
-    def _rewrite(self, events: Sequence[Fields]) -> list[bytes]:
+    def _rewrite(self, events: Sequence[merge_inputs.Fields]) -> list[bytes]:
         shift_ns, rank, lanes = self.plan.shift_ns, self.plan.rank, self.lanes
         encode, found = msgspec.json.Encoder().encode, []
         for event in events:
@@ -187,15 +180,14 @@ class RankEvents:
             if _is_meta(event) and lanes.defer(event):
                 continue
             event["pid"] = msgspec.Raw(lanes.pid(bytes(event.get("pid", b""))))
-            if "id" in event:
-                event["id"] = msgspec.Raw(ranked_id(rank, bytes(event["id"])))
-            if "bind_id" in event:
-                event["bind_id"] = msgspec.Raw(ranked_id(rank, bytes(event["bind_id"])))
+            for key in ("id", "bind_id"):
+                if key in event:
+                    event[key] = msgspec.Raw(ranked_id(rank, bytes(event[key])))
             found.append(encode(event))
         self.passed_count += len(found)
         return found
 
-    def _choose(self, events: list[Fields]) -> list[Fields]:
+    def _choose(self, events: list[merge_inputs.Fields]) -> list[merge_inputs.Fields]:
         """The events within the range; extends the range of written times by theirs."""
         timed = [event for event in events if "ts" in event and not _is_meta(event)]
         if not timed:
@@ -215,7 +207,7 @@ class RankEvents:
         return events
 
 
-def _is_meta(event: Fields) -> bool:
+def _is_meta(event: merge_inputs.Fields) -> bool:
     return bytes(event.get("ph", b"")) == _META
 
 
@@ -240,9 +232,9 @@ class Track:
 
 def track_events(track: Track, base_ns: int) -> Iterator[bytes]:
     """The track's events as JSON, one at a time."""
-    yield from process_events(track.pid, track.name, track.sort_index)
+    yield from merge_inputs.process_events(track.pid, track.name, track.sort_index)
     for place, name in enumerate(track.threads):
-        yield meta_event("thread_name", track.pid, place, {"name": name})
+        yield merge_inputs.meta_event("thread_name", track.pid, place, {"name": name})
     if track.counters is not None:
         yield from _counters(track, track.counters, base_ns)
     if track.spans is not None:
@@ -370,23 +362,16 @@ class MergedTrace:
 
 
 def write_merged(
-    path: Path,
-    plans: Sequence[RankPlan],
-    *,
-    base_ns: int,
-    about: Mapping[str, Any],
-    tracks: Tracks | None = None,
-    progress: Progress | None = None,
-) -> MergedTrace:
+    path: Path, plans: Sequence[RankPlan], *, base_ns: int, about: Mapping[str, Any],
+    tracks: Tracks | None = None, progress: Progress | None = None,
+) -> MergedTrace:  # fmt: skip
     """Writes all ranks into one file, each read once and in pieces."""
     ranks, count = [RankEvents(plan, base_ns) for plan in plans], 0
     with packed_file(path) as sink:
         head = {
-            "schemaVersion": 1,
-            "displayTimeUnit": "ms",
-            "baseTimeNanoseconds": base_ns,
+            "schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns,
             MERGED_KEY: {"version": VERSION, **about},
-        }
+        }  # fmt: skip
         sink.write(msgspec.json.encode(head)[:-1] + b',\n"traceEvents": [\n')
         for rank in ranks:
             for piece in rank.pieces():
@@ -409,13 +394,9 @@ def _about(ranks: Iterable[RankEvents]) -> Iterator[dict[str, Any]]:
     for each in ranks:
         said = each.text.metadata
         yield {
-            "rank": each.plan.rank,
-            "file": each.text.path.name,
-            "clock": each.plan.clock,
-            "event_count": each.event_count,
-            "passed_count": each.passed_count,
-            "lost_count": each.damage.lost_count,
-            "notes": each.notes,
+            "rank": each.plan.rank, "file": each.text.path.name, "clock": each.plan.clock,
+            "event_count": each.event_count, "passed_count": each.passed_count,
+            "lost_count": each.damage.lost_count, "notes": each.notes,
             **{key: said[key] for key in _TAKEN_OUT if key in said},
             "metadata": {key: said[key] for key in said if key not in _TAKEN_OUT},
-        }
+        }  # fmt: skip

@@ -186,11 +186,9 @@ class Lanes:
         have = {(kind, process.pid) for kind, process, _ in self._held}
         for process in self._processes.values():
             named, placed = ((kind, process.pid) in have for kind in (_NAME, _SORT))
-            yield from process_events(
-                process.pid,
-                None if named else self._name(process),
-                None if placed else self._sort_index(process),
-            )
+            name = None if named else self._name(process)
+            index = None if placed else self._sort_index(process)
+            yield from process_events(process.pid, name, index)
 
     def _process(self, written: bytes) -> _Process:
         name = _pid_text(written)
@@ -205,14 +203,12 @@ class Lanes:
 
     def _name(self, process: _Process) -> str:
         label, name = process.labels.get(_LABELS, ""), process.labels.get(_NAME, "")
-        if _DEVICE.fullmatch(label):
-            shown = label
-        elif label and process.written.isdigit():
-            shown = f"{label} ({name} {process.written})" if name else f"{label} {process.written}"
-        elif process.written.isdigit():
-            shown = f"{name or 'process'} {process.written}"
-        else:
+        if _DEVICE.fullmatch(label) or not process.written.isdigit():
             shown = label or process.written or "no process"
+        elif label:
+            shown = f"{label} ({name} {process.written})" if name else f"{label} {process.written}"
+        else:
+            shown = f"{name or 'process'} {process.written}"
         return f"rank {self._rank}: {shown}"
 
     def _sort_index(self, process: _Process) -> int:
@@ -364,7 +360,5 @@ def _choose_lanes(spans: Iterable[tuple[int, int]]) -> Iterator[int]:
                 yield number
                 break
         else:
-            fits = len(lanes) < _MOST_LANES
-            if fits:
-                lanes.append([end])
-            yield len(lanes) - 1 if fits else 0
+            yield len(lanes) if len(lanes) < _MOST_LANES else 0
+            lanes += [[end]] * (len(lanes) < _MOST_LANES)

@@ -207,6 +207,9 @@ class _Record(msgspec.Struct):
     dump_stats: _Stats | None = None
 
 
+_PAYLOADS = ("coll_perf", "p2p_perf", "proxy_trace")
+
+
 def _read_inspector(lines: Sequence[bytes], rows: _Rows, path: Path, *, is_cut: bool) -> None:
     """From v4.3 on a `dump_stats` line says whose so many lines after it are.
 
@@ -239,9 +242,6 @@ def _read_inspector(lines: Sequence[bytes], rows: _Rows, path: Path, *, is_cut: 
             _add_steps(record.proxy_trace, own[0], rows)
         else:
             _add_operation(record, *own, rows)
-
-
-_PAYLOADS = ("coll_perf", "p2p_perf", "proxy_trace")
 
 
 def _context(record: _Record, path: Path) -> tuple[_Process, int] | None:

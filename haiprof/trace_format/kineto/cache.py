@@ -22,18 +22,9 @@ from typing import Any, BinaryIO
 import msgspec
 import polars as pl
 
+from haiprof.base import safe_files
 from haiprof.base.errors import TraceFormatError
 from haiprof.base.options import cache_limit_bytes
-from haiprof.base.safe_files import (
-    PRIVATE,
-    is_unfinished,
-    make_folder,
-    make_named_folder,
-    open_folder,
-    open_to_read,
-    remove_file,
-    whole_file,
-)
 from haiprof.trace_format.find import is_parquet_export
 from haiprof.trace_format.kineto.columns import by_start, finish_table, merge_parts
 from haiprof.trace_format.kineto.events import TABLES, TRACE_VERSION
@@ -65,7 +56,9 @@ def trace_folder() -> Path:
 @contextlib.contextmanager
 def read_entry(name: str) -> Iterator[BinaryIO]:
     """Opens an entry to read, and marks it as used now."""
-    with open(open_to_read(trace_folder() / name, below=user_folder(), own=True), "rb") as file:
+    with open(
+        safe_files.open_to_read(trace_folder() / name, below=user_folder(), own=True), "rb"
+    ) as file:
         with contextlib.suppress(OSError):
             os.utime(file.fileno())
         yield file
@@ -78,9 +71,9 @@ def new_entry(name: str) -> Iterator[BinaryIO]:
     if not limit:
         raise OSError(errno.EDQUOT, "the user wants no cache", name)
     folder, home = trace_folder(), user_folder()
-    make_named_folder(home, mode=PRIVATE)
-    make_folder(folder, below=home, mode=PRIVATE, own=True)
-    with whole_file(folder / name, below=home, mode=0o600, own=True) as file:
+    safe_files.make_named_folder(home, mode=safe_files.PRIVATE)
+    safe_files.make_folder(folder, below=home, mode=safe_files.PRIVATE, own=True)
+    with safe_files.whole_file(folder / name, below=home, mode=0o600, own=True) as file:
         yield file
         _make_room(folder, limit - file.tell(), home=home, but=name)
 
@@ -88,14 +81,14 @@ def new_entry(name: str) -> Iterator[BinaryIO]:
 def _make_room(folder: Path, size: int, *, home: Path, but: str) -> None:
     """Removes entries beyond `size` bytes, and unfinished files of processes that have ended."""
     entries, now_s = [], time.time()
-    with open_folder(folder, below=home, own=True) as fd, os.scandir(fd) as found:
+    with safe_files.open_folder(folder, below=home, own=True) as fd, os.scandir(fd) as found:
         for entry in found:
             with contextlib.suppress(OSError):  # somebody else was faster
                 status = entry.stat(follow_symlinks=False)
                 if not stat.S_ISREG(status.st_mode):
                     continue
-                if is_unfinished(entry.name) and now_s - status.st_mtime > _UNFINISHED_S:
-                    remove_file(folder / entry.name, below=home)
+                if safe_files.is_unfinished(entry.name) and now_s - status.st_mtime > _UNFINISHED_S:
+                    safe_files.remove_file(folder / entry.name, below=home)
                 elif _ENTRY.fullmatch(entry.name) and entry.name != but:
                     entries.append((status.st_mtime_ns, status.st_size, entry.name))
     total = sum(size for _, size, _ in entries)
@@ -103,7 +96,7 @@ def _make_room(folder: Path, size: int, *, home: Path, but: str) -> None:
         if total <= size:
             return
         with contextlib.suppress(OSError):
-            remove_file(folder / name, below=home)
+            safe_files.remove_file(folder / name, below=home)
             total -= freed
 
 
@@ -113,7 +106,8 @@ _TEXTS = "texts"
 _ENDING = ".columns"
 _TRAILER = struct.Struct("<QI")
 """The last bytes of a cache: length of the JSON before them, and its checksum."""
-UNFIT = (OSError, ValueError, KeyError, TypeError, struct.error, pl.exceptions.PolarsError)
+UNFIT = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error,
+         pl.exceptions.PolarsError)  # fmt: skip
 """What reading a damaged cache raises."""
 
 
@@ -142,9 +136,7 @@ class TraceColumns:
         if len(parts) == 1:
             whole = parts[0].frame()
             return finish_table(name, whole[_order(whole["ts_ns"], whole["dur_ns"])], self._texts)
-        ts_ns, dur_ns = _column(parts, "ts_ns"), _column(parts, "dur_ns")
-        order = _order(ts_ns, dur_ns)
-        del ts_ns, dur_ns
+        order = _order(_column(parts, "ts_ns"), _column(parts, "dur_ns"))
         columns = [  # one after the other, for memory
             _column(parts, column.name)[order]
             for column in TABLES[name]
@@ -323,8 +315,6 @@ class _PartWriter:
 
 _VERSION = 4  # of the checks: findings of another one are worked out anew
 _SIZE_LIMIT_BYTES = 1 << 20
-_UNFIT = (OSError, ValueError, RecursionError)
-"""What reading of a damaged entry raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,11 +330,10 @@ class KeptFindings:
 
 def recall_findings(key: str) -> KeptFindings | None:
     """What was kept; None where nothing was, or something damaged."""
-    with contextlib.suppress(*_UNFIT), read_entry(_name(key)) as file:
+    with contextlib.suppress(*UNFIT), read_entry(_name(key)) as file:
         data = file.read(_SIZE_LIMIT_BYTES)
-        if int(data[:8], 16) != zlib.crc32(data[8:]):
-            return None
-        return msgspec.json.decode(data[8:], type=KeptFindings)
+        is_sound = int(data[:8], 16) == zlib.crc32(data[8:])
+        return msgspec.json.decode(data[8:], type=KeptFindings) if is_sound else None
     return None
 
 

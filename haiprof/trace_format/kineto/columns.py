@@ -258,9 +258,7 @@ def name_copies(names: Names) -> None:
     """Adds what copies are called after whose kind PyTorch's own collector states beside them."""
     known = set(names.texts())
     if _BARE_COPY in known:
-        kinds, memories = (
-            [each for each in of if each in known] for of in (_COPY_KINDS, _MEMORIES)
-        )
+        kinds, memories = ([one for one in of if one in known] for of in (_COPY_KINDS, _MEMORIES))
         for kind, source, target in product(kinds, memories, memories):
             # As Kineto writes it.
             _ = names[f"{_BARE_COPY} {kind} ({source.capitalize()} -> {target.capitalize()})"]
@@ -272,21 +270,17 @@ def _complete_copies(gpu: pl.DataFrame) -> pl.DataFrame:
     Source: torch/profiler/_cuspy/trace.py names every copy `Memcpy`.
     """
     parts = ("copy_kind", "source_kind", "target_kind")
-    bare = pl.all_horizontal(pl.col(*parts).is_not_null()) & (
-        pl.col("name").cast(pl.String) == _BARE_COPY
-    )
-    names = gpu["name"].dtype
-    memories = [pl.col(name).cast(pl.String).str.to_titlecase() for name in parts[1:]]
-    name = pl.format(
-        f"{_BARE_COPY} {{}} ({{}} -> {{}})", pl.col(parts[0]).cast(pl.String), *memories
-    )
-    rate = pl.when(pl.col("dur_ns") > 0).then(pl.col("bytes") * 1e9 / pl.col("dur_ns"))
+    is_bare = pl.col("name").cast(pl.String) == _BARE_COPY
+    bare = pl.when(is_bare & pl.all_horizontal(pl.col(*parts).is_not_null()))
+    kind, *memories = (pl.col(name).cast(pl.String) for name in parts)
+    memories = [memory.str.to_titlecase() for memory in memories]
+    name = pl.format(f"{_BARE_COPY} {{}} ({{}} -> {{}})", kind, *memories)
+    takes_time = pl.col("dur_ns") > 0
+    rate = pl.when(takes_time).then(pl.col("bytes") * 1e9 / pl.col("dur_ns"))
     return gpu.with_columns(
-        name=pl.when(bare).then(name.cast(names, strict=False)).otherwise("name").fill_null("name"),
-        bandwidth_bytes_per_s=pl.when(bare)
-        .then(pl.coalesce("bandwidth_bytes_per_s", rate))
-        .otherwise("bandwidth_bytes_per_s"),
-    )  # fmt: skip
+        name=pl.coalesce(bare.then(name.cast(gpu["name"].dtype, strict=False)), "name"),
+        bandwidth_bytes_per_s=pl.coalesce("bandwidth_bytes_per_s", bare.then(rate)),
+    )
 
 
 def finish_table(table: str, part: pl.DataFrame, texts: pl.Enum) -> pl.DataFrame:

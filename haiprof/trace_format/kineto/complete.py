@@ -13,14 +13,7 @@ from typing import IO, Any, BinaryIO
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.run_format.phase_ranges import (
-    CHUNK_BYTES,
-    HEAD_BYTES,
-    PhaseRange,
-    events_start,
-    phase_texts,
-    range_text,
-)
+from haiprof.run_format import phase_ranges
 from haiprof.trace_format.kineto.columns import finish_table, merge_parts
 from haiprof.trace_format.kineto.events import ANNOTATIONS, OPS
 from haiprof.trace_format.kineto.load import read_trace
@@ -92,15 +85,10 @@ def read_raw(path: Path) -> RawTrace:
     if window is not None:
         start_ns, end_ns = min(start_ns, window[0]), max(end_ns, window[1])
     return RawTrace(
-        path=path,
-        metadata=metadata,
-        event_count=report.event_count,
-        base_ns=base_ns,
-        start_wall_ns=base_ns + start_ns,
-        end_wall_ns=base_ns + end_ns,
-        optimizer_ends_wall_ns=tuple(ends),
-        tid=int(steps["tid"][0]) if steps.height and steps["tid"][0] is not None else None,
-    )
+        path=path, metadata=metadata, event_count=report.event_count, base_ns=base_ns,
+        start_wall_ns=base_ns + start_ns, end_wall_ns=base_ns + end_ns,
+        optimizer_ends_wall_ns=tuple(ends), tid=next(iter(steps["tid"]), None),
+    )  # fmt: skip
 
 
 def _window(path: Path) -> tuple[int, int] | None:
@@ -116,27 +104,21 @@ def _window(path: Path) -> tuple[int, int] | None:
 
 
 def write_complete(
-    raw: RawTrace,
-    file: BinaryIO,
-    *,
-    metadata: Mapping[str, Any],
-    steps: Sequence[Step],
-    phases: Sequence[PhaseRange] = (),
-    pid: int,
-    packed: bool,
-) -> None:
+    raw: RawTrace, file: BinaryIO, *, metadata: Mapping[str, Any], steps: Sequence[Step],
+    phases: Sequence[phase_ranges.PhaseRange] = (), pid: int, packed: bool,
+) -> None:  # fmt: skip
     """Writes the trace with more metadata and marks of steps, and everything else unchanged."""
     new = {key: value for key, value in metadata.items() if key not in raw.metadata}
     tid = pid if raw.tid is None else raw.tid
     about = "a step as haiprof recorded it beside the trace"
     marks = [
-        range_text(
+        phase_ranges.range_text(
             f"ProfilerStep#{step.number}", start_ns=step.start_wall_ns - raw.base_ns,
             duration_ns=step.end_wall_ns - step.start_wall_ns, pid=pid, tid=tid, about=about,
         )
         for step in steps
     ]  # fmt: skip
-    ranges = phase_texts(phases, base_ns=raw.base_ns, pid=pid, tid=tid)
+    ranges = phase_ranges.phase_texts(phases, base_ns=raw.base_ns, pid=pid, tid=tid)
     with raw.path.open("rb") as source:
         pieces = _pieces(source, raw.path, new, [*marks, *ranges])
         packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_BITS) if packed else None
@@ -148,8 +130,8 @@ def write_complete(
 def _pieces(
     source: IO[bytes], path: Path, metadata: Mapping[str, Any], added: Sequence[bytes]
 ) -> Iterator[bytes]:
-    head = source.read(HEAD_BYTES)
-    brace, events = head.find(b"{"), events_start(head)
+    head = source.read(phase_ranges.HEAD_BYTES)
+    brace, events = head.find(b"{"), phase_ranges.events_start(head)
     if brace < 0 or head[:brace].strip() or events is None:
         raise TraceFormatError(f"{path}: not a trace as Kineto writes it")
     yield head[: brace + 1]
@@ -158,4 +140,4 @@ def _pieces(
     if head[events:].lstrip()[:1] != b"]":
         yield b"".join(added)
     yield head[events:]
-    yield from iter(lambda: source.read(CHUNK_BYTES), b"")
+    yield from iter(lambda: source.read(phase_ranges.CHUNK_BYTES), b"")

@@ -17,30 +17,10 @@ from haiprof.base.intervals import Ints
 from haiprof.run_format.phase_ranges import NAMES
 from haiprof.trace_format.checks import WRITTEN, before_cut, check_trace, find_cut
 from haiprof.trace_format.find import FUNCTIONS_SUFFIX, SUMMARY_SUFFIX, rank_of
-from haiprof.trace_format.kineto.cache import (
-    KeptFindings,
-    TraceColumns,
-    keep_findings,
-    open_columns,
-    recall_findings,
-)
+from haiprof.trace_format.kineto import cache
+from haiprof.trace_format.kineto import events as schema
 from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.decode import event_texts
-from haiprof.trace_format.kineto.events import (
-    ANNOTATIONS,
-    GPU,
-    GPU_COUNTERS,
-    GPU_RANGES,
-    GRAPH_NODES,
-    LINKS,
-    MEMORY,
-    OPS,
-    OS_CALLS,
-    PYTHON,
-    RUNTIME,
-    SYNC,
-    TEXTS,
-)
 from haiprof.trace_format.kineto.load import LoadReport
 from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.nsight import is_nsight_export
@@ -68,7 +48,7 @@ class Trace:
         self.path = Path(path)
 
     @cached_property
-    def columns(self) -> TraceColumns:
+    def columns(self) -> cache.TraceColumns:
         """The file's columns."""
         if self.path.name.endswith(SUMMARY_SUFFIX):
             raise TraceFormatError(
@@ -79,7 +59,7 @@ class Trace:
                 f"{self.path}: it holds the functions of a trace alone",
                 hint="haiprof trace functions can read it",
             )
-        return open_columns(self.path)
+        return cache.open_columns(self.path)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -94,25 +74,25 @@ class Trace:
             return read
         tables = {name: self.columns.table(name) for name in WRITTEN}
         has_gpu = bool(self.metadata.get("deviceProperties"))
-        marks = _step_marks(tables[ANNOTATIONS], tables[OPS])
+        marks = _step_marks(tables[schema.ANNOTATIONS], tables[schema.OPS])
         return replace(read, cut=find_cut(tables, marks, has_gpu=has_gpu))
 
-    gpu = _table_property(GPU, may_be_wrong=True)
+    gpu = _table_property(schema.GPU, may_be_wrong=True)
     """Kernels, copies and sets, by start; columns in `tables.TABLES["gpu"]`.
 
     What cannot be true is corrected: see `checked`."""
-    runtime = _table_property(RUNTIME, may_be_wrong=True)
+    runtime = _table_property(schema.RUNTIME, may_be_wrong=True)
     """Calls of the CUDA or HIP runtime and driver, by start."""
-    ops = _table_property(OPS, may_be_wrong=True)
+    ops = _table_property(schema.OPS, may_be_wrong=True)
     """Operators on the CPU, by start; a parent before its children."""
 
     @cached_property
-    def checked(self) -> KeptFindings:
+    def checked(self) -> cache.KeptFindings:
         """What was found odd about the trace, and corrected, when it was first read."""
-        known = recall_findings(self.columns.key)
+        known = cache.recall_findings(self.columns.key)
         if known is None:
             _, known = self._sound
-            keep_findings(self.columns.key, known)
+            cache.keep_findings(self.columns.key, known)
         return known
 
     @cached_property
@@ -121,34 +101,34 @@ class Trace:
 
         Without `phase_ranges`, which are not the job's.
         """
-        ranges = _within_last_step(self.read_table(ANNOTATIONS))
+        ranges = _within_last_step(self.read_table(schema.ANNOTATIONS))
         return ranges.filter(~_IS_PHASE) if "haiprof" in self.metadata else ranges
 
     @cached_property
     def phase_ranges(self) -> pl.DataFrame:
         """Forward and backward passes that haiprof added to its own trace; columns as above."""
-        ranges = self.read_table(ANNOTATIONS)
+        ranges = self.read_table(schema.ANNOTATIONS)
         return ranges.filter(_IS_PHASE) if "haiprof" in self.metadata else ranges.clear()
 
-    python = _table_property(PYTHON)
+    python = _table_property(schema.PYTHON)
     """Python functions, by start; a parent before its children."""
-    memory = _table_property(MEMORY)
+    memory = _table_property(schema.MEMORY)
     """Allocations and frees, by time."""
-    sync = _table_property(SYNC)
+    sync = _table_property(schema.SYNC)
     """Synchronisations (`enable_cuda_sync_events`), by start."""
-    links = _table_property(LINKS)
+    links = _table_property(schema.LINKS)
     """Arrows from forward to backward operators."""
-    gpu_counters = _table_property(GPU_COUNTERS)
+    gpu_counters = _table_property(schema.GPU_COUNTERS)
     """Samples of the GPU's counters, by time."""
-    graph_nodes = _table_property(GRAPH_NODES)
+    graph_nodes = _table_property(schema.GRAPH_NODES)
     """Nodes of CUDA graphs that are no work of the GPU: events, calls on the host."""
-    os_calls = _table_property(OS_CALLS)
+    os_calls = _table_property(schema.OS_CALLS)
     """Calls of the operating system that Nsight Systems recorded, by start."""
 
     @property
     def host_ranges(self) -> pl.DataFrame:
         """`annotations` without those that show a range as it is on the GPU."""
-        return self.annotations.filter(pl.col("category") != GPU_RANGES)
+        return self.annotations.filter(pl.col("category") != schema.GPU_RANGES)
 
     @cached_property
     def steps(self) -> pl.DataFrame:
@@ -175,15 +155,17 @@ class Trace:
         return size if type(size) is int and 0 < size < 1 << 31 else None
 
     @cached_property
-    def _sound(self) -> tuple[dict[str, pl.DataFrame], KeptFindings]:
+    def _sound(self) -> tuple[dict[str, pl.DataFrame], cache.KeptFindings]:
         """Tables that were checked, and what was found: each of them tells of the others."""
-        tables = {name: self.read_table(name) for name in (GPU, RUNTIME, OPS)}
+        tables = {name: self.read_table(name) for name in (schema.GPU, schema.RUNTIME, schema.OPS)}
         return check_trace(tables, self.report, self.path)
 
     def sound_table(self, name: str) -> pl.DataFrame:
         """A table as it can be believed; one in which nothing is wrong is taken as it is."""
         wrong = self.checked.corrected
-        is_wrong = name in wrong or (name == GPU and not wrong.isdisjoint({RUNTIME, OPS}))
+        is_wrong = name in wrong or (
+            name == schema.GPU and not wrong.isdisjoint({schema.RUNTIME, schema.OPS})
+        )
         is_read = "_sound" in vars(self)
         return self._sound[0][name] if is_wrong or is_read else self.read_table(name)
 
@@ -192,12 +174,12 @@ class Trace:
         events, cut = self.columns.table(name), self.report.cut
         if cut is None or cut.end_ns is None:
             return events
-        return before_cut(name, events, lambda: self.columns.table(RUNTIME), cut.end_ns)
+        return before_cut(name, events, lambda: self.columns.table(schema.RUNTIME), cut.end_ns)
 
 
 def _step_marks(annotations: pl.DataFrame, ops: pl.DataFrame) -> pl.DataFrame:
     """Profiler steps by their number, whole or not."""
-    marks = annotations.filter(pl.col("category") != GPU_RANGES)
+    marks = annotations.filter(pl.col("category") != schema.GPU_RANGES)
     if annotations.is_empty():  # before 2022 they were operators like any other
         marks = ops.select(marks.columns).filter(has_name(ops, STEP_NAME))
     number = pl.col("name").cast(pl.String).str.extract(STEP_NAME)
@@ -217,7 +199,7 @@ def _within_last_step(ranges: pl.DataFrame) -> pl.DataFrame:
     _, begin_ns, end_ns, tid = marks.row(-1)
     is_in_it = pl.col("ts_ns").is_between(begin_ns, end_ns, closed="left")
     is_in_it &= pl.col("tid").eq_missing(tid)
-    on_host = pl.col("category") != GPU_RANGES
+    on_host = pl.col("category") != schema.GPU_RANGES
     cut_ns = pl.min_horizontal("dur_ns", end_ns - pl.col("ts_ns"))
     return ranges.with_columns(dur_ns=pl.when(is_in_it & on_host).then(cut_ns).otherwise("dur_ns"))
 
@@ -247,7 +229,7 @@ def concrete_values(path: Path, operators: pl.DataFrame) -> pl.DataFrame:
     first = 0
     is_text = len(events) and not is_nsight_export(path)
     for piece in event_texts(TraceText(path)) if is_text else ():
-        texts = TEXTS.decode(b"[" + piece + b"]")
+        texts = schema.TEXTS.decode(b"[" + piece + b"]")
         low, high = np.searchsorted(events, [first, first + len(texts)]).tolist()
         for place, name in zip((events[low:high] - first).tolist(), names[low:high], strict=True):
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -258,5 +240,5 @@ def concrete_values(path: Path, operators: pl.DataFrame) -> pl.DataFrame:
         first += len(texts)
         if high == len(events):
             break
-    schema = {"event": pl.Int64, "values": pl.String}
-    return pl.DataFrame(found, schema=schema, orient="row")
+    columns = {"event": pl.Int64, "values": pl.String}
+    return pl.DataFrame(found, schema=columns, orient="row")

@@ -128,9 +128,7 @@ def _mend_token(token: re.Match[bytes]) -> bytes:
     found = token[0]
     if token[1] is not None:
         return _IN_STRING.sub(_mend_string, found) if _SUSPECT.search(found) else found
-    if len(found) == 1:
-        return found if found in b"\t\n\r" else b" "
-    return b"null"
+    return found if found in b"\t\n\r" else b" " if len(found) == 1 else b"null"
 
 
 def _mend_string(token: re.Match[bytes]) -> bytes:
