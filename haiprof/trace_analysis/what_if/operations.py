@@ -101,9 +101,8 @@ class _Stage:
         rows = rows.sort("start_ns", "seq_id", "optype")
         operations = [Operation(*row) for row in rows.select("optype", "seq_id", "stage").rows()]
         computing = rows.filter(pl.col("optype").is_in(COMPUTING))
-        for optype in COMPUTING:
-            if optype not in computing["optype"]:
-                raise MissingDataError(f"stage {operations[0].stage} has no {optype} in the table")
+        if missing := [optype for optype in COMPUTING if optype not in computing["optype"]]:
+            raise MissingDataError(f"stage {operations[0].stage} has no {missing[0]} in the table")
         last = computing.row(int(computing["end_ns"].arg_max() or 0), named=True)
         return cls(
             operations[0].stage,
@@ -181,25 +180,22 @@ class OperationTable:
 
 def operation_table(source: str | Path | pl.DataFrame) -> OperationTable:
     """Reads a table of operations."""
+    begin, lasting = (
+        (pl.col(name).cast(pl.Float64) * 1e9).round().cast(pl.Int64)
+        for name in ("start_ts", "duration")
+    )
     try:
         table = source if isinstance(source, pl.DataFrame) else pl.read_parquet(Path(source))
-    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        reason = " ".join(str(error).split())
-        raise TraceFormatError(f"{source}: no table of operations: {reason}") from None
-    # The columns in their types, times in ns.
-    if missing := [name for name in COLUMNS if name not in table.columns]:
-        raise MissingDataError(f"operation table without column {', '.join(missing)}")
-    begin, lasting = _ns("start_ts"), _ns("duration")
-    try:
+        if missing := [name for name in COLUMNS if name not in table.columns]:
+            raise MissingDataError(f"operation table without column {', '.join(missing)}")
         found = table.with_columns(
             pl.col("optype").cast(pl.String),
             pl.col("stage", "seq_id", "dp_rank", "rank", "step").cast(pl.Int64),
-            start_ns=begin,
-            end_ns=begin + lasting,
-        )
-    except pl.exceptions.PolarsError as error:
+            start_ns=begin, end_ns=begin + lasting,
+        )  # fmt: skip
+    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         reason = " ".join(str(error).split())
-        raise TraceFormatError(f"operation table: {reason}") from None
+        raise TraceFormatError(f"{source}: no table of operations: {reason}") from None
     used = found.select(*COLUMNS, "start_ns", "end_ns")
     if not used.height or sum(used.null_count().row(0)):
         raise TraceFormatError("operation table: it is empty, or values are missing")
@@ -228,10 +224,6 @@ def operation_files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(path.glob("*.parquet")) if not (path / "traces").is_dir() else []
     return [path] if path.suffix == ".parquet" else []
-
-
-def _ns(name: str) -> pl.Expr:
-    return (pl.col(name).cast(pl.Float64) * 1e9).round().cast(pl.Int64)
 
 
 class OperationWhatIf:

@@ -14,14 +14,7 @@ import polars as pl
 from haiprof.base.errors import MissingDataError, TraceFormatError, UsageError
 from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.statistics import mean_error
-from haiprof.trace_analysis.what_if.replay import (
-    COLLECTIVE,
-    KERNEL,
-    NETWORK,
-    RANK,
-    Change,
-    RankGraph,
-)
+from haiprof.trace_analysis.what_if import replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +110,7 @@ class Job:
 
 
 def join_ranks(
-    graphs: Mapping[int, RankGraph], waits: pl.DataFrame, changes: Sequence[Change],
+    graphs: Mapping[int, replay.RankGraph], waits: pl.DataFrame, changes: Sequence[replay.Change],
     offsets: Mapping[int, int], collectives: pl.DataFrame,
 ) -> Job:  # fmt: skip
     """One graph of all ranks."""
@@ -139,7 +132,7 @@ def join_ranks(
     columns = (number, "rank", "edge", "launch_ns", "kind", "name")
     members = whole.select(*columns).sort("collective", "rank")
     for column, change in enumerate(changes, start=1):
-        if change.kind == RANK:
+        if change.kind == replay.RANK:
             lengths[:, column] = _even_out(change, edges, lengths[:, 0], members)
     # How many kernels that stay as long as they were each change is about.
     talks = kernels.filter(pl.col("label").is_null())
@@ -172,7 +165,7 @@ def join_ranks(
 
 
 def _side_by_side(
-    graphs: Mapping[int, RankGraph], offsets: Mapping[int, int]
+    graphs: Mapping[int, replay.RankGraph], offsets: Mapping[int, int]
 ) -> tuple[Ints, Ints, pl.DataFrame, Ints]:
     """Points of all ranks, their edges and lengths; point 0 is the beginning of all."""
     begin = min(each.begins_ns - offsets.get(rank, 0) for rank, each in graphs.items())
@@ -200,7 +193,7 @@ def _side_by_side(
 
 def _with_collectives(
     times: Ints, edges: pl.DataFrame, lengths: Ints, members: pl.DataFrame,
-    changes: Sequence[Change],
+    changes: Sequence[replay.Change],
 ) -> tuple[Plan, Ints, Ints]:  # fmt: skip
     """The graph with a point per collective, when the last member came, and lengths."""
     sources, targets = edges["source"].to_numpy().copy(), edges["target"].to_numpy()
@@ -213,14 +206,13 @@ def _with_collectives(
     entering = np.zeros((len(edge), lengths.shape[1]), dtype=np.int64)
     lengths = np.concatenate([lengths, entering])
     lengths[edge] = np.rint(transfer[:, None] / np.stack(speedups, axis=1)).astype(np.int64)
-    sources[edge] = len(times) + number
-    sources, targets = (np.concatenate(pair) for pair in (
-        (sources, begun), (targets, len(times) + number),
-    ))  # fmt: skip
+    points = len(times) + number
+    sources[edge] = points
+    sources, targets = np.append(sources, begun), np.append(targets, points)
     return plan_graph(len(times) + len(arrived), sources, targets), arrived, lengths
 
 
-def _speedups(change: Change, members: pl.DataFrame) -> npt.NDArray[np.float64]:
+def _speedups(change: replay.Change, members: pl.DataFrame) -> npt.NDArray[np.float64]:
     """How many times as fast the transfer of each member of a collective is."""
     found = np.ones(len(members))
     for part in change.parts:
@@ -228,19 +220,21 @@ def _speedups(change: Change, members: pl.DataFrame) -> npt.NDArray[np.float64]:
     return np.where(_meets(change, members), change.speedup, found)
 
 
-def _meets(change: Change, collectives: pl.DataFrame) -> Bools:
+def _meets(change: replay.Change, collectives: pl.DataFrame) -> Bools:
     """Which collectives, by `kind` and `name`, a change by itself is about."""
     meets = np.zeros(len(collectives), dtype=np.bool_)
-    if change.kind == NETWORK:
+    if change.kind == replay.NETWORK:
         meets[:] = True
-    elif change.kind in (COLLECTIVE, KERNEL):
-        columns = ("kind", "name") if change.kind == COLLECTIVE else ("name",)
+    elif change.kind in (replay.COLLECTIVE, replay.KERNEL):
+        columns = ("kind", "name") if change.kind == replay.COLLECTIVE else ("name",)
         rows = collectives.select(columns).iter_rows()
         meets[:] = [any(re.search(change.name, text) for text in row) for row in rows]
     return meets
 
 
-def _even_out(change: Change, edges: pl.DataFrame, lengths: Ints, members: pl.DataFrame) -> Ints:
+def _even_out(
+    change: replay.Change, edges: pl.DataFrame, lengths: Ints, members: pl.DataFrame
+) -> Ints:
     """Lengths with the work of one rank, or of all, set to that of the others.
 
     Between two collectives of all, work of one kind takes as long as the middle of the others' (of
@@ -264,15 +258,11 @@ def _even_out(change: Change, edges: pl.DataFrame, lengths: Ints, members: pl.Da
         others = sums.filter(pl.col("rank") != change.rank)
         aim = others.group_by("phase", "label").agg(aim=pl.col("ns").median())
         sums = sums.filter(pl.col("rank") == change.rank)
-    factors = sums.filter(pl.col("ns") > 0).join(aim, on=["phase", "label"])
-    factor = (pl.col("aim") / pl.col("ns")).alias("factor")
-    scaled = work.join(
-        factors.select("rank", "phase", "label", factor), on=["rank", "phase", "label"]
-    )
+    keys = ["rank", "phase", "label"]
+    aimed = sums.filter(pl.col("ns") > 0).join(aim, on=keys[1:])
+    scaled = work.join(aimed.select(*keys, factor=pl.col("aim") / pl.col("ns")), on=keys)
     found = lengths.copy()
-    found[scaled["edge"]] = scaled.select(
-        (pl.col("ns") * pl.col("factor")).round().cast(pl.Int64)
-    ).to_series()
+    found[scaled["edge"]] = (scaled["ns"] * scaled["factor"]).round().cast(pl.Int64)
     return found
 
 
@@ -309,7 +299,7 @@ PREDICTIONS_SCHEMA = {
 
 
 def predictions(
-    graphs: Mapping[int, RankGraph], waits: pl.DataFrame, changes: Sequence[Change],
+    graphs: Mapping[int, replay.RankGraph], waits: pl.DataFrame, changes: Sequence[replay.Change],
     offsets: Mapping[int, int], collectives: pl.DataFrame,
 ) -> pl.DataFrame:  # fmt: skip
     """Step time as measured, as reproduced, and with each change."""

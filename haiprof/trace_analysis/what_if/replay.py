@@ -13,32 +13,14 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.base.intervals import Bools, Ints, covered_lengths
+from haiprof.trace_analysis import dependencies
 from haiprof.trace_analysis.collectives import (
     CATEGORY,
     clock_base_ns,
     collective_waits,
     cpu_collectives,
 )
-from haiprof.trace_analysis.dependencies import (
-    DEVICE,
-    MEMORY_FREE,
-    NEVER,
-    ROUNDING_NS,
-    SHORT_COPY,
-    STREAM,
-    WAIT_CALL,
-    DeviceEvents,
-    HandOvers,
-    HostEvents,
-    Pairs,
-    device_events,
-    hand_overs,
-    host_waits,
-    launches_around,
-    recorded_waits,
-    stream_order,
-)
-from haiprof.trace_analysis.device_time import COMMUNICATION, step_window, union_of, with_kind
+from haiprof.trace_analysis.device_time import COMMUNICATION, step_marks, union_of, with_kind
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 KERNEL, OPERATOR, LOADER, NETWORK, RANK = "kernel", "operator", "loader", "network", "rank"
@@ -132,8 +114,6 @@ def rank_as_others(rank: int | None = None) -> Change:
 class ReplayWindow:
     """The part of a rank's trace that is replayed."""
 
-    begin_ns: int
-    end_ns: int
     main_tid: int
     """The thread that trains."""
     bounds_ns: Ints
@@ -142,13 +122,13 @@ class ReplayWindow:
     spans: pl.DataFrame
     """Operators and runtime calls that begin in it: `name`, `tid`, `ts_ns`, `end_ns` (at most the
     window's), `correlation` of calls."""
-    handed: tuple[HandOvers, ...]
+    handed: tuple[dependencies.HandOvers, ...]
     """Waits of its threads for each other."""
 
     @property
-    def step_count(self) -> int:
-        """Profiler steps in it; 1 where there are none."""
-        return len(self.bounds_ns) - 1
+    def within(self) -> tuple[int, int]:
+        """When it begins and ends."""
+        return int(self.bounds_ns[0]), int(self.bounds_ns[-1])
 
 
 def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
@@ -163,11 +143,8 @@ def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
             f"{trace.path}: no operators or runtime calls to replay",
             hint="profile with ProfilerActivity.CPU",
         )
-    host = HostEvents(trace)
-    marks = trace.steps
-    if steps is not None:
-        step_window(trace, steps)  # raises for steps that are not recorded
-        marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
+    host = dependencies.HostEvents(trace)
+    marks = step_marks(trace, steps)
     every = marks if marks.height else spans.rename({"ts_ns": "start_ns"})
     begin, until = every.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
     tid = marks["tid"][0] if marks.height else host.busiest_thread()[1]
@@ -176,23 +153,23 @@ def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
     )
     main = next(thread for thread in host.threads if thread[1] == tid)
     return ReplayWindow(
-        begin_ns=begin,
-        end_ns=until,
         main_tid=tid,
         bounds_ns=np.append(marks["start_ns"].sort().to_numpy() if marks.height else begin, until),
         spans=inside,
-        handed=tuple(found.within(begin, until) for found in hand_overs(host, main)),
+        handed=tuple(found.within(begin, until) for found in dependencies.hand_overs(host, main)),
     )
 
 
-def kernels_of(trace: Trace, window: tuple[int, int]) -> DeviceEvents:
+def kernels_of(trace: Trace, window: tuple[int, int]) -> dependencies.DeviceEvents:
     """The GPU events that were launched in a window, or began in it without a launch on record."""
-    gpu = device_events(trace)
+    gpu = dependencies.device_events(trace)
     when = np.where(gpu.known, gpu.launched, gpu.starts)
     return gpu.take(np.flatnonzero((when >= window[0]) & (when <= window[1])))
 
 
-def with_cpu_collectives(kernels: DeviceEvents, window: tuple[int, int]) -> DeviceEvents:
+def with_cpu_collectives(
+    kernels: dependencies.DeviceEvents, window: tuple[int, int]
+) -> dependencies.DeviceEvents:
     """Adds the collectives of the CPU, on a stream of their own, where no GPU communicates."""
     if kernels.talks.any() or (with_kind(kernels.trace.gpu)["kind"] == COMMUNICATION).any():
         return kernels
@@ -213,23 +190,23 @@ def with_cpu_collectives(kernels: DeviceEvents, window: tuple[int, int]) -> Devi
     return replace(kernels, frame=frame, **arrays)
 
 
-def ordered_pairs(kernels: DeviceEvents) -> Pairs:
+def ordered_pairs(kernels: dependencies.DeviceEvents) -> dependencies.Pairs:
     """Events that follow each other on a stream, also where the later one begins a bit too early.
 
     That is rounding, or programmatic dependent launch, which lets a kernel begin shortly before the
     one before it ends: it begins earlier as that one does. Events of one launch that overlap are
     branches of a CUDA graph, and do not wait for each other.
     """
-    first, second = stream_order(kernels)
+    first, second = dependencies.stream_order(kernels)
     overlap = kernels.ends[first] - kernels.starts[second]
     launch = kernels.frame["correlation"].fill_null(-1).to_numpy()
     same = (launch[first] == launch[second]) & (launch[first] > 0)
     short = 2 * overlap < kernels.ends[first] - kernels.starts[first]
-    follows = (overlap <= ROUNDING_NS) | (short & ~same)
+    follows = (overlap <= dependencies.ROUNDING_NS) | (short & ~same)
     return first[follows], second[follows]
 
 
-def stream_waits(kernels: DeviceEvents) -> Pairs:
+def stream_waits(kernels: dependencies.DeviceEvents) -> dependencies.Pairs:
     """Pairs (earlier, later) of kernels of different streams, where one stream waits for another.
 
     Exact where the profiler recorded synchronisations (`enable_cuda_sync_events`). Else each call
@@ -239,14 +216,14 @@ def stream_waits(kernels: DeviceEvents) -> Pairs:
     that ended after the kernel began, which would contradict the trace.
     """
     if kernels.trace.sync["wait_on_stream"].is_not_null().any():
-        first, second = recorded_waits(kernels)
+        first, second = dependencies.recorded_waits(kernels)
         possible = kernels.ends[first] <= kernels.starts[second]
         return first[possible], second[possible]
-    waiting = kernels.calls.find(WAIT_CALL)
-    _, following = launches_around(kernels, waiting)
+    waiting = kernels.calls.find(dependencies.WAIT_CALL)
+    _, following = dependencies.launches_around(kernels, waiting)
     waits, later = kernels.calls.starts[waiting[following >= 0]], following[following >= 0]
     best = np.full(len(waits), -1)
-    ends, talks = np.append(kernels.ends, NEVER), np.append(kernels.talks, False)
+    ends, talks = np.append(kernels.ends, dependencies.NEVER), np.append(kernels.talks, False)
     for own in kernels.lines():
         found = kernels.last_before(kernels.launch_order(own[kernels.known[own]]), waits)
         usable = (found >= 0) & (kernels.line[later] != kernels.line[own[0]])
@@ -258,16 +235,16 @@ def stream_waits(kernels: DeviceEvents) -> Pairs:
 
 
 def blocking_calls(
-    kernels: DeviceEvents, window: tuple[int, int]
+    kernels: dependencies.DeviceEvents, window: tuple[int, int]
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Calls in a window that wait for the GPU, and what each of them waits for."""
     calls, parts = kernels.calls, [np.empty((0, 2), dtype=np.int64)]
-    for why, call, event, assumed in host_waits(kernels):
+    for why, call, event, assumed in dependencies.host_waits(kernels):
         meant = (calls.starts[call] >= window[0]) & (calls.starts[call] <= window[1])
-        if why in (DEVICE, STREAM):
-            known = (why == STREAM) & ~assumed
+        if why in (dependencies.DEVICE, dependencies.STREAM):
+            known = (why == dependencies.STREAM) & ~assumed
             event = np.where(known, event, _last_done(kernels, call))
-        if why not in (SHORT_COPY, MEMORY_FREE):
+        if why not in (dependencies.SHORT_COPY, dependencies.MEMORY_FREE):
             parts.append(np.stack([call, event], axis=1)[meant])
     pairs = np.concatenate(parts)
     pairs = pairs[np.unique(pairs[:, 0], return_index=True)[1]]
@@ -282,10 +259,10 @@ def blocking_calls(
     return found, pl.DataFrame(waited)
 
 
-def _last_done(kernels: DeviceEvents, call: Ints) -> Ints:
+def _last_done(kernels: dependencies.DeviceEvents, call: Ints) -> Ints:
     """Of the events launched last to each stream before a call, the one that ended last in it."""
     calls, best = kernels.calls, np.full(len(call), -1)
-    ends = np.append(kernels.ends, NEVER)
+    ends = np.append(kernels.ends, dependencies.NEVER)
     for line in kernels.lines():
         own = kernels.launch_order(line[kernels.known[line]])
         before = np.searchsorted(kernels.launched[own], calls.starts[call], side="right")
@@ -476,7 +453,7 @@ def rank_graph(
     transfer of collectives as in Lin et al. (OSDI 2025).
     """
     window = replay_window(trace, steps)
-    within = (window.begin_ns, window.end_ns)
+    within = window.within
     kernels = kernels_of(trace, within)
     blocking, waited = blocking_calls(kernels, within)
     kernels = with_cpu_collectives(kernels, within)
@@ -502,37 +479,32 @@ def rank_graph(
     lengths = edges["length"].to_numpy()
     columns = [lengths, *(change_lengths(trace, change, lengths, edges) for change in changes)]
     base = clock_base_ns(trace)
-    caused = np.concatenate([points["time_ns"].to_numpy(), launched, launched])
-    by_host = np.ones(len(times), dtype=np.bool_)
-    by_host[: points.height] = points["tid"].to_numpy() != WORKERS_TID
+    by_host = points.select(pl.when(pl.col("tid") != WORKERS_TID).then("time_ns")).to_series()
+    caused = by_host.extend(pl.Series(np.tile(launched, 2)))
     return RankGraph(
-        points=pl.DataFrame({"time_ns": times, "caused_ns": caused}).select(
-            pl.col("time_ns") + base,
-            pl.when(pl.Series(by_host)).then(pl.col("caused_ns") + base).alias("caused_ns"),
-        ),
+        points=pl.DataFrame({"time_ns": times, "caused_ns": caused}).select(pl.all() + base),
         edges=edges.select("source", "target", "label", pl.col("begin_ns") + base, "event"),
         lengths=np.stack(columns, axis=1),
         bounds_ns=base + (window.bounds_ns if batches is None else batches.bounds),
         waited_ns=0 if batches is None else batches.waited_ns,
-        begins_ns=window.begin_ns + base,
-        step_count=window.step_count,
+        begins_ns=within[0] + base,
+        step_count=len(window.bounds_ns) - 1,
         apart_count=apart_count,
         workers_ahead=has_workers and batches is None,
     )
 
 
 def _with_waits_for_collectives(
-    window: ReplayWindow, kernels: DeviceEvents, blocking: pl.DataFrame, waited: pl.DataFrame
+    window: ReplayWindow,
+    kernels: dependencies.DeviceEvents,
+    blocking: pl.DataFrame,
+    waited: pl.DataFrame,
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Blocking calls and what they wait for, with the waits for collectives of the CPU."""
-    numbered = kernels.frame.with_columns(
-        kernel=pl.int_range(pl.len(), dtype=pl.Int64),
-        ts_ns=pl.Series(kernels.starts),
-        dur_ns=pl.Series(kernels.ends - kernels.starts),
-    )
-    own = pl.col("category").cast(pl.String) == CATEGORY
-    waits = collective_waits(window.spans, numbered.filter(own))
-    rows = waits.with_columns(call=pl.int_range(pl.len(), dtype=pl.Int64) + _next_call(blocking))
+    number = pl.int_range(pl.len(), dtype=pl.Int64)
+    numbered = kernels.frame.with_columns(kernel=number)
+    own = numbered.filter(pl.col("category").cast(pl.String) == CATEGORY)
+    rows = collective_waits(window.spans, own).with_columns(call=-2 - number)
     known = rows.select("call", "kernel", begin_ns="ts_ns")
     return (
         pl.concat([blocking, rows.drop("kernel")], how="diagonal_relaxed"),
@@ -540,14 +512,9 @@ def _with_waits_for_collectives(
     )
 
 
-def _next_call(blocking: pl.DataFrame) -> int:
-    """The first number that no call has."""
-    return int(blocking["call"].max() or -1) + 1 if blocking.height else 0  # type: ignore[arg-type]
-
-
 def _host(
-    window: ReplayWindow, kernels: DeviceEvents, blocking: pl.DataFrame, waited: pl.DataFrame,
-    batches: Batches | None,
+    window: ReplayWindow, kernels: dependencies.DeviceEvents, blocking: pl.DataFrame,
+    waited: pl.DataFrame, batches: Batches | None,
 ) -> tuple[pl.DataFrame, pl.DataFrame, int]:  # fmt: skip
     """Points of the host's threads, edges between them, and the number of threads on their own."""
     known = np.flatnonzero(kernels.known)
@@ -565,10 +532,10 @@ def _host(
         pl.col("tid").is_in(spans["tid"].implode())
     )
     if batches is not None:
-        first = _next_call(blocking)
+        calls = -2 - len(kernels.starts) - np.arange(len(batches.asked_ns))
         waits = pl.DataFrame({
-            "call": np.arange(len(batches.asked_ns)) + first, "ts_ns": batches.asked_ns,
-            "end_ns": batches.taken_ns, "idle": ~batches.waited,
+            "call": calls, "ts_ns": batches.asked_ns, "end_ns": batches.taken_ns,
+            "idle": ~batches.waited,
         })  # fmt: skip
         named = {"name": pl.lit("wait for workers"), "tid": pl.lit(window.main_tid, pl.Int64)}
         blocking = pl.concat([blocking, waits.with_columns(**named)], how="diagonal")
@@ -582,7 +549,6 @@ def _points(
     batches: Batches | None,
 ) -> pl.DataFrame:  # fmt: skip
     """Columns `_POINTS`, by thread and time; `correlation` of a launch, `call` of a wait."""
-    within = int(window.bounds_ns[0]), int(window.bounds_ns[-1])
     bounds = spans.group_by("tid").agg(first=pl.col("ts_ns").min(), last=pl.col("end_ns").max())
     marks = [(window.main_tid, MARK, window.bounds_ns.tolist())]
     marks += [(tid, MARK, [first, last]) for tid, first, last in bounds.rows()]
@@ -593,7 +559,7 @@ def _points(
         marks.append((found.working[1], DONE, [*rested, *found.ended.tolist()]))
     if batches is not None:
         # They worked on the first batch from before the window on.
-        marks.append((WORKERS_TID, MARK, [within[0], *batches.ready_ns.tolist()]))
+        marks.append((WORKERS_TID, MARK, [window.within[0], *batches.ready_ns.tolist()]))
     marked = pl.DataFrame(marks, schema=_KEY, orient="row").explode("time_ns").drop_nulls()
     parts = [
         marked.unique(),
@@ -607,7 +573,7 @@ def _points(
     instant = (pl.col("role") == BLOCK_END) & pl.col("call").is_duplicated()
     short = instant & pl.struct("call", "time_ns").is_duplicated()
     return (
-        everything.filter(pl.col("time_ns").is_between(*within))
+        everything.filter(pl.col("time_ns").is_between(*window.within))
         .with_columns(tie=pl.when(short).then(5).otherwise(tie))
         .sort("tid", "time_ns", "tie", "call", maintain_order=True)
         .select(_POINTS)
@@ -636,16 +602,10 @@ def _host_edges(
     call, begins = points["call"].fill_null(-1).to_numpy(), points["role"].to_numpy() == BLOCK_BEGIN
     waits: Bools = begins[source] & (call[source] == call[target])
     # What each wait takes if the GPU is done: the shortest such call of its name, else nothing.
-    took = blocking.filter("idle").group_by("name").agg(
-        least=(pl.col("end_ns") - pl.col("ts_ns")).min()
-    )  # fmt: skip
-    least = (
-        blocking.select("call", "name").join(took, on="name", how="left").select("call", "least")
-    )
-    costs = points[source[waits]].select("call").join(
-        least, on="call", how="left", maintain_order="left"
-    )["least"]  # fmt: skip
-    length[waits] = np.minimum(length[waits], costs.fill_null(0).to_numpy())
+    took = (pl.col("end_ns") - pl.col("ts_ns")).filter("idle").min().over("name").fill_null(0)
+    own = points[source[waits]].select("call")
+    costs = own.join(blocking.select("call", took=took), on="call", maintain_order="left")["took"]
+    length[waits] = np.minimum(length[waits], costs.to_numpy())
     length[~works] = 0
     chained = {"source": source, "target": target, "length": length, "works": works & ~waits}
     parts = [pl.DataFrame(chained)]
@@ -687,13 +647,13 @@ def _arrows(points: pl.DataFrame, earlier: _Key, later: _Key) -> pl.DataFrame:
 
 
 def _waiting(
-    kernels: DeviceEvents, points: pl.DataFrame, waited: pl.DataFrame, times: Ints
+    kernels: dependencies.DeviceEvents, points: pl.DataFrame, waited: pl.DataFrame, times: Ints
 ) -> Iterator[pl.DataFrame]:
     """Launches, streams in order, streams that wait, and calls, whose waits are the usual."""
     earlier, later = ordered_pairs(kernels)
     first, second = stream_waits(kernels)
     # From a launch to the start of a computing kernel that nothing else on the GPU held up.
-    before = np.full(len(kernels.starts), NEVER)
+    before = np.full(len(kernels.starts), dependencies.NEVER)
     before[later] = kernels.ends[earlier]
     latency = kernels.starts - kernels.launched
     launched = kernels.known & (latency >= 0)
@@ -710,10 +670,8 @@ def _waiting(
     ends = starts + len(starts)
     placed = points.with_row_index("point")
     numbered = kernels.frame.select("correlation").with_row_index("kernel")
-    put = placed.filter(pl.col("role") == LAUNCH).join(numbered, on="correlation")
-    held = (
-        placed.filter(pl.col("role") == BLOCK_END).select("point", "call").join(waited, on="call")
-    )
+    put = placed.filter(role=LAUNCH).join(numbered, on="correlation")
+    held = placed.filter(role=BLOCK_END).select("point", "call").join(waited, on="call")
     (putting, kernel), (point, awaited) = (
         [frame[name].cast(pl.Int64).to_numpy() for name in ("point", "kernel")]
         for frame in (put, held)

@@ -43,11 +43,8 @@ def scenarios(analysis: TraceQuestions, steps: Steps = None) -> list[Change]:
     operators = analysis.operator_kernels(steps).with_columns(pl.col("operator").cast(pl.String))
     # Whether PyTorch's DataLoader shows in the traces; until 2022 as an operator.
     names = (analysis.annotation_breakdown()["name"].cast(pl.String), operators["operator"])
-    found = (
-        [faster_loader(SPEEDUP)]
-        if any(own.str.contains(LOADER_NAME).any() for own in names)
-        else []
-    )
+    has_loader = any(own.str.contains(LOADER_NAME).any() for own in names)
+    found = [faster_loader(SPEEDUP)] if has_loader else []
     has_gpu = int(analysis.load_report()["gpu_count"].sum()) > 0
     if has_gpu:
         found += [faster_launches(SPEEDUP), *_kernels(analysis.kernel_breakdown(steps))]
