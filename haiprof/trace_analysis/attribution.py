@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import polars as pl
@@ -49,18 +47,16 @@ def captured_calls(trace: Trace, gpu: pl.DataFrame) -> pl.DataFrame:
     in_order = ((later > 0).fill_null(value=True).all()).over("graph")
     known = whole.filter(in_order & pl.col("graph_node").is_unique())
     nodes = known.sort("graph_node").select("graph", "graph_node", "kind")
-    captures = _captures(trace) if nodes.height else []
-    by_kinds: dict[tuple[str, ...], list[pl.DataFrame]] = defaultdict(list)
-    for calls in captures:
-        by_kinds[tuple(calls["kind"])].append(calls)
-    graphs: dict[tuple[str, ...], list[pl.DataFrame]] = defaultdict(list)
-    for _, graph in sorted(nodes.group_by("graph"), key=lambda pair: pair[0]):
-        graphs[tuple(graph["kind"])].append(graph)
+    graphs = [graph for _, graph in sorted(nodes.group_by("graph"), key=lambda pair: pair[0])]
+    alike: dict[tuple[str, ...], tuple[list[pl.DataFrame], list[pl.DataFrame]]] = {}
+    for place, frames in enumerate((graphs, _captures(trace) if graphs else [])):
+        for frame in frames:
+            alike.setdefault(tuple(frame["kind"]), ([], []))[place].append(frame)
     found = [
         pl.concat([graph.select("graph_node"), calls.drop("kind")], how="horizontal")
-        for kinds, alike in graphs.items()
-        if len(by_kinds[kinds]) == len(alike)
-        for graph, calls in zip(alike, by_kinds[kinds], strict=True)
+        for same, captures in alike.values()
+        if len(same) == len(captures)
+        for graph, calls in zip(same, captures, strict=True)
     ]
     if not found:
         return pl.DataFrame(schema=CAPTURED_SCHEMA)
@@ -77,27 +73,20 @@ def _captures(trace: Trace) -> list[pl.DataFrame]:
     """Calls of each capture as they were made; of captures at the same time none."""
     name = pl.col("name").cast(pl.String)
     calls = trace.runtime.sort("ts_ns")
-    marks = calls.filter(name.str.contains(f"{BEGIN_CAPTURE}|{END_CAPTURE}")).select(
-        "ts_ns", begins=name.str.contains(BEGIN_CAPTURE)
-    )
-    rows = marks.rows()
-    spans = [
-        (begin, end) for (begin, opens), (end, closes) in pairwise(rows) if opens and not closes
-    ]
-    if [opens for _, opens in rows] != [True, False] * len(spans):
+    marks = calls.filter(name.str.contains(f"{BEGIN_CAPTURE}|{END_CAPTURE}"))
+    begins, times = marks.select(name.str.contains(BEGIN_CAPTURE))["name"], marks["ts_ns"]
+    if begins.to_list() != [True, False] * (len(marks) // 2):
         return []
     kind = pl.coalesce(
         pl.when(name.str.contains(text)).then(pl.lit(k)) for k, text in _NODES.items()
     )
-    made = (
-        calls.filter(pl.col("correlation") > 0)
-        .unique("correlation", keep="first", maintain_order=True)
-        .join(trace.gpu, on="correlation", how="anti", maintain_order="left")
-        .select(kind=kind, **{f"captured_{column}": pl.col(column) for column in _CALL})
-        .drop_nulls("kind")
+    first = calls.filter(pl.col("correlation") > 0).unique(
+        "correlation", keep="first", maintain_order=True
     )
-    within = pl.col("captured_ts_ns")
-    return [made.filter(within.is_between(*span)) for span in spans]
+    alone = first.join(trace.gpu, on="correlation", how="anti", maintain_order="left")
+    made = alone.select(kind=kind, **{f"captured_{column}": pl.col(column) for column in _CALL})
+    within, spans = pl.col("captured_ts_ns"), zip(times[::2], times[1::2], strict=True)
+    return [made.drop_nulls("kind").filter(within.is_between(*span)) for span in spans]
 
 
 NESTING, EXTERNAL_ID, CAPTURE = "nesting", "external_id", "capture"
@@ -212,10 +201,9 @@ def operator_kernels(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     )
     cpu = _cpu_time(owned.tree, step_window(trace, steps) if steps else None)
     pairs = owned.tree.names_around(owned.row)
-    totals = (
-        pairs.with_columns(owned.gpu["dur_ns"].gather(pairs["place"]))
-        .group_by(operator="name")
-        .agg(kernel_total_count=pl.len().cast(pl.Int64), gpu_total_ns=pl.col("dur_ns").sum())
+    timed = pairs.with_columns(owned.gpu["dur_ns"].gather(pairs["place"]))
+    totals = timed.group_by(operator="name").agg(
+        kernel_total_count=pl.len().cast(pl.Int64), gpu_total_ns=pl.col("dur_ns").sum()
     )
     named = cpu.join(totals, on="operator", how="full", coalesce=True)
     known = named.join(own.drop_nulls("operator"), on="operator", how="left")
@@ -236,10 +224,7 @@ def host_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         One row per operator and shapes: `operator`, `shapes`, `call_count`, `cpu_self_ns`,
         `cpu_total_ns`; none of a rank with GPU events.
     """
-    spans = _without_steps(trace.ops)
-    if len(trace.gpu):
-        spans = spans.clear()
-    tree = nest(spans)
+    tree = nest(trace.ops.clear() if len(trace.gpu) else _without_steps(trace.ops))
     shapes = tree.spans["input_dims"].cast(pl.String)
     some = shapes.is_not_null() & (shapes.str.replace_all(r"[\[\], ]", "") != "")
     named = pl.DataFrame({"operator": tree.spans["name"].cast(pl.String), "shapes": shapes})
@@ -264,12 +249,9 @@ def _cpu_time(tree: CallTree, window: tuple[int, int] | None) -> pl.DataFrame:
     for at, row in tree.outwards(tree.parent):
         inner[at] |= names[at] == names[row]
     calls = tree.spans.select(
-        "ts_ns",
-        "dur_ns",
-        operator=pl.col("name").cast(pl.String),
-        own=pl.Series(own_ns(tree), dtype=pl.Int64),
-        inner=pl.Series(inner),
-    )
+        "ts_ns", "dur_ns", operator=pl.col("name").cast(pl.String),
+        own=pl.Series(own_ns(tree), dtype=pl.Int64), inner=pl.Series(inner),
+    )  # fmt: skip
     if window is not None:
         calls = calls.filter(pl.col("ts_ns").is_between(*window, closed="left"))
     return calls.group_by("operator").agg(
@@ -292,10 +274,8 @@ def _by_external_id(tree: CallTree, gpu: pl.DataFrame, around: Ints) -> Ints:
     rows = tree.spans.select(id="external_id", begin="ts_ns").with_row_index("row").drop_nulls("id")
     rows = rows.unique("id", keep="none")
     places = noted.with_row_index("place").join(rows, on="id", how="left").sort("place")
-    begun = places["begin"] <= places["ts_ns"]
-    found: Ints = np.where(
-        begun.fill_null(value=False), places["row"].cast(pl.Int64).fill_null(-1), -1
-    )
+    begun = pl.when(pl.col("begin") <= pl.col("ts_ns")).then(pl.col("row").cast(pl.Int64))
+    found: Ints = places.select(begun.fill_null(-1)).to_series().to_numpy()
     compared = np.flatnonzero((around >= 0) & noted["id"].is_not_null().to_numpy())
     wanted = np.zeros(len(tree.parent), dtype=np.bool_)
     wanted[found[compared][found[compared] >= 0]] = True
@@ -330,8 +310,6 @@ MIN_PATTERN_LENGTH = 3
 TOP_K = 5
 """HTA's defaults for get_frequent_cuda_kernel_sequences."""
 
-_SEQUENCES_CALL = ("operator", "operator_row")
-
 
 def kernel_sequences(
     trace: Trace, operator: str, steps: Steps = None, *,
@@ -356,19 +334,14 @@ def kernel_sequences(
     """
     calls = _calls(with_operator(trace, steps, annotations=True), operator)
     long_enough = calls.filter(pl.col("kernels").list.len() >= min_pattern_length)
-    names = pl.concat_list("operator", "kernels").list.join("|")
-    return (
-        long_enough.with_columns(pattern=names)
-        .group_by("pattern")
-        .agg(
-            count=pl.len().cast(pl.Int64),
-            kernel_count=pl.col("kernels").first().list.len().cast(pl.Int64),
-            gpu_duration_ns=pl.col("gpu_duration_ns").sum(),
-            cpu_duration_ns=pl.col("cpu_duration_ns").sum(),
-        )
-        .sort("count", "pattern", descending=[True, False])
-        .head(top_k)
+    pattern = pl.concat_list("operator", "kernels").list.join("|")
+    found = long_enough.group_by(pattern=pattern).agg(
+        count=pl.len().cast(pl.Int64),
+        kernel_count=pl.col("kernels").first().list.len().cast(pl.Int64),
+        gpu_duration_ns=pl.col("gpu_duration_ns").sum(),
+        cpu_duration_ns=pl.col("cpu_duration_ns").sum(),
     )
+    return found.sort("count", "pattern", descending=[True, False]).head(top_k)
 
 
 def operator_sequences(trace: Trace, steps: Steps = None) -> pl.DataFrame:
@@ -384,33 +357,21 @@ def operator_sequences(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     owned = with_operator(trace, steps)
     known = (owned.row >= 0) & ~owned.by_id.to_numpy()
     row = owned.row[known]
-    began = owned.tree.spans["ts_ns"].gather(row)
-    first_delay = pl.col("call_ts_ns") - pl.col("began_ns")
-    calls = (
-        owned.gpu.filter(pl.Series(known))
-        .with_columns(
-            operator=owned.tree.spans["name"].gather(row).cast(pl.String),
-            operator_row=pl.Series(row),
-            began_ns=began,
-            kernel=pl.col("name").cast(pl.String),
-        )
-        .sort("call_ts_ns", "ts_ns", "event")
-        .group_by(_SEQUENCES_CALL, maintain_order=True)
-        .agg(
-            kernel_sequence=pl.col("kernel").str.join(" -> "),
-            operator_delay=first_delay.first(),
-            runtime_delay=(pl.col("ts_ns") - pl.col("call_ts_ns")).first().clip(0),
-        )
+    launched = owned.gpu.filter(pl.Series(known)).with_columns(
+        operator=owned.tree.names_at(row), operator_row=pl.Series(row),
+        began_ns=owned.tree.spans["ts_ns"].gather(row),
+    ).sort("call_ts_ns", "ts_ns", "event")  # fmt: skip
+    calls = launched.group_by("operator", "operator_row", maintain_order=True).agg(
+        kernel_sequence=pl.col("name").cast(pl.String).str.join(" -> "),
+        operator_delay=(pl.col("call_ts_ns") - pl.col("began_ns")).first(),
+        runtime_delay=(pl.col("ts_ns") - pl.col("call_ts_ns")).first().clip(0),
     )
-    return (
-        calls.group_by("operator", "kernel_sequence")
-        .agg(
-            count=pl.len().cast(pl.Int64),
-            operator_delay_mean_ns=pl.col("operator_delay").mean(),
-            runtime_delay_mean_ns=pl.col("runtime_delay").mean(),
-        )
-        .sort("count", "operator", "kernel_sequence", descending=[True, False, False])
+    found = calls.group_by("operator", "kernel_sequence").agg(
+        count=pl.len().cast(pl.Int64),
+        operator_delay_mean_ns=pl.col("operator_delay").mean(),
+        runtime_delay_mean_ns=pl.col("runtime_delay").mean(),
     )
+    return found.sort(-pl.col("count"), "operator", "kernel_sequence")
 
 
 def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
@@ -421,13 +382,11 @@ def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
     row = np.full(len(owned.row), -1, dtype=np.int64)
     for place, around in owned.tree.outwards(owned.row):
         row[place[matching[around]]] = around[matching[around]]
-    known = row >= 0
-    kernels = owned.gpu.filter(pl.Series(known)).with_columns(operator_row=pl.Series(row[known]))
+    kernels = owned.gpu.with_columns(operator_row=pl.Series(row)).filter(pl.Series(row >= 0))
     calls = kernels.group_by("operator_row", maintain_order=True).agg(
         kernels=pl.col("name").cast(pl.String), gpu_duration_ns=pl.col("dur_ns").sum()
     )
-    rows = calls["operator_row"]
+    called = spans[calls["operator_row"]]
     return calls.with_columns(
-        operator=spans["name"].gather(rows).cast(pl.String),
-        cpu_duration_ns=spans["dur_ns"].gather(rows),
+        operator=called["name"].cast(pl.String), cpu_duration_ns=called["dur_ns"]
     )

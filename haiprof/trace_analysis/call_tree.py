@@ -175,16 +175,11 @@ def call_tree(trace: Trace, *, table: str = OPS) -> pl.DataFrame:
     spans = trace.ops if table == OPS else trace.python
     tree = nest(spans)
     return tree.spans.select(
-        "event",
-        pl.col("name").cast(pl.String),
-        "pid",
-        "tid",
-        "ts_ns",
-        "dur_ns",
+        "event", pl.col("name").cast(pl.String), "pid", "tid", "ts_ns", "dur_ns",
         pl.Series("self_ns", own_ns(tree), dtype=pl.Int64),
         take(tree.spans["event"], tree.parent).alias("parent_event"),
         pl.Series("depth", tree.depth, dtype=pl.Int64),
-    )
+    )  # fmt: skip
 
 
 ADDRESS = " at 0x[0-9a-fA-F]+"
@@ -272,8 +267,7 @@ def name_codes(names: pl.Series) -> tuple[Ints, pl.Series]:
     plain = texts.str.replace_all(ADDRESS, "")
     distinct = plain.unique(maintain_order=True)
     of_plain = plain.replace_strict(distinct, np.arange(len(distinct)), return_dtype=pl.Int64)
-    found: Ints = of_plain.to_numpy()[code]
-    return found, distinct
+    return of_plain.to_numpy()[code], distinct
 
 
 def is_outermost(found: Stacks) -> Bools:

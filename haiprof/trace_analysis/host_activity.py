@@ -14,15 +14,7 @@ import polars as pl
 from haiprof.base.code_places import is_library
 from haiprof.base.intervals import Bools, Ints, difference, intersection
 from haiprof.base.ledger import POSITIONS
-from haiprof.trace_analysis.call_tree import (
-    CallTree,
-    distinct_names,
-    innermost_at,
-    nest,
-    python_calls,
-    take,
-    thread_numbers,
-)
+from haiprof.trace_analysis import call_tree
 from haiprof.trace_analysis.device_time import union_of
 from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
@@ -113,37 +105,34 @@ class Host:
     """The host of one rank: Python functions, ranges, operators and calls, nested together."""
 
     trace: Trace
-    tree: CallTree
+    tree: call_tree.CallTree
     kind: Ints
     """Per row, in which table it stood."""
 
     @cached_property
     def names(self) -> tuple[Ints, pl.Series]:
         """The place of each row's name among the distinct ones, and those."""
-        return distinct_names(self.tree.spans["name"])
+        return call_tree.distinct_names(self.tree.spans["name"])
 
     def has_name(self, pattern: str) -> Bools:
         """Which rows have such a name; the pattern is tried once per name."""
         of_row, names = self.names
-        found: Bools = names.str.contains(pattern).to_numpy().astype(np.bool_)[of_row]
-        return found
+        return names.str.contains(pattern).to_numpy().astype(np.bool_)[of_row]
 
     @cached_property
     def thread(self) -> Ints:
         """A number per row for its thread."""
-        return thread_numbers(self.tree.spans)
+        return call_tree.thread_numbers(self.tree.spans)
 
     @cached_property
     def is_operator(self) -> Bools:
         """Operators of torch."""
-        found: Bools = self.kind == _IS_OPERATOR
-        return found
+        return np.isin(self.kind, _IS_OPERATOR)
 
     @cached_property
     def is_call(self) -> Bools:
         """Calls of the runtime and the driver of the GPU."""
-        found: Bools = self.kind == _IS_CALL
-        return found
+        return np.isin(self.kind, _IS_CALL)
 
     def call_rows(self, correlations: pl.Series) -> Ints:
         """The row of the first call with each correlation; -1 where there is none."""
@@ -156,12 +145,11 @@ class Host:
 
     def name_codes(self, rows: Ints) -> Ints:
         """The name of each row as its place in `names`; -1 for none."""
-        codes: Ints = np.append(self.names[0], -1)[rows]
-        return codes
+        return np.append(self.names[0], -1)[rows]
 
     def texts(self, codes: Ints) -> list[str | None]:
         """The names of some codes."""
-        return take(self.names[1], codes).to_list()
+        return call_tree.take(self.names[1], codes).to_list()
 
     def name_at(self, rows: Ints) -> list[str | None]:
         """The names of some rows; None for none."""
@@ -170,21 +158,18 @@ class Host:
     @cached_property
     def is_python(self) -> Bools:
         """Python functions, built-in ones too."""
-        found: Bools = (self.kind == _IS_PYTHON) & ~self.has_name(_MODULE)
-        return found
+        return np.isin(self.kind, _IS_PYTHON) & ~self.has_name(_MODULE)
 
     @cached_property
     def runs_backward(self) -> Bools:
         """The built-in function below which autograd runs, which says nothing of what it does."""
-        found: Bools = (self.kind == _IS_PYTHON) & self.has_name(_RUN_BACKWARD)
-        return found
+        return np.isin(self.kind, _IS_PYTHON) & self.has_name(_RUN_BACKWARD)
 
     @cached_property
     def is_backward(self) -> Bools:
         """What autograd runs: its engine, and operators that know the thread of their forward."""
         forward_tid = self.tree.spans["forward_tid"].fill_null(0).to_numpy() > 0
-        found: Bools = self.is_operator & (forward_tid | self.has_name(_ENGINE))
-        return found
+        return self.is_operator & (forward_tid | self.has_name(_ENGINE))
 
     @cached_property
     def has_stacks(self) -> bool:
@@ -195,12 +180,9 @@ class Host:
     def is_place(self) -> Bools:
         """The job's own code: its Python functions; without stacks the ranges that it marked."""
         if not self.has_stacks:
-            marked: Bools = (self.kind == _IS_RANGE) & ~self.has_name(f"{_BACKEND}|{_COMPILE}")
-            return marked
+            return np.isin(self.kind, _IS_RANGE) & ~self.has_name(f"{_BACKEND}|{_COMPILE}")
         of_row, names = self.names
-        own = np.array([_is_job_code(name) for name in names], dtype=np.bool_)
-        found: Bools = self.is_python & own[of_row]
-        return found
+        return self.is_python & np.array(list(map(_is_job_code, names)), dtype=np.bool_)[of_row]
 
     @cached_property
     def main(self) -> int:
@@ -218,7 +200,7 @@ class Host:
         rows = np.flatnonzero(self.thread == thread)
         starts, ends = self.tree.starts[rows], self.tree.ends[rows]
         edges = np.unique(np.concatenate([starts, ends]))
-        inner = innermost_at(starts, ends, edges)
+        inner = call_tree.innermost_at(starts, ends, edges)
         return Moments(edges, np.append(-1, np.append(rows, -1)[inner]))
 
     @cached_property
@@ -252,22 +234,20 @@ class Host:
         """Per row, for one of autograd's the forward operator that made it; -1 where unknown."""
         found = np.full(len(self.kind), -1, dtype=np.int64)
         rows = pl.DataFrame({
-            "row": np.arange(len(found)), "start": self.tree.starts,
-            "number": self.tree.spans["sequence_number"],
+            "row": np.arange(len(found)), "start": self.tree.starts, "back": self.is_backward,
+            "number": self.tree.spans["sequence_number"], "is_operator": self.is_operator,
         }).filter(pl.col("number") >= 0).sort("start")  # fmt: skip
-        back = self.is_backward[rows["row"].to_numpy()]
-        made = rows.filter(pl.Series(~back & self.is_operator[rows["row"].to_numpy()]))
-        pairs = rows.filter(pl.Series(back)).join_asof(
-            made.rename({"row": "forward"}), on="start", by="number", check_sortedness=False
-        )
-        known = pairs.drop_nulls("forward")
-        found[known["row"].to_numpy()] = known["forward"].to_numpy()
+        made = rows.filter("is_operator", ~pl.col("back")).rename({"row": "forward"})
+        pairs = rows.filter("back").join_asof(
+            made, on="start", by="number", check_sortedness=False
+        ).drop_nulls("forward")  # fmt: skip
+        found[pairs["row"].to_numpy()] = pairs["forward"].to_numpy()
         return found
 
     def place_rows(self, rows: Ints, times: Ints) -> Ints:
         """The job's innermost code around some rows, or of the training thread then."""
         found = self.tree.climb(rows, self.is_place)
-        back = self.tree.climb(rows, self.is_backward & (self.forward_of >= 0))
+        back = self.tree.climb(rows, self.forward_of >= 0)
         # Code inside of autograd (a hook, a Function) is its own; on a CPU the call of backward()
         # is around autograd on the same thread, and says nothing.
         depth = np.append(self.tree.depth, -1)
@@ -300,7 +280,7 @@ class Host:
     def positions(self) -> tuple[Ints, Ints]:
         """Edges in time, and the position from each to the next, and before all of them."""
         marks = _marked_spans(self)
-        tree = nest(marks)
+        tree = call_tree.nest(marks)
         whole = Host(self.trace, tree, np.zeros(len(marks), dtype=np.int64))
         edges, rows = whole.moments(0) if len(marks) else Moments(*[np.zeros(0, np.int64)] * 2)
         code = tree.spans["position"].to_numpy()
@@ -329,7 +309,7 @@ class Host:
 
 def read_host(trace: Trace) -> Host:
     """The host of one rank's trace."""
-    parts = [python_calls(trace), trace.host_ranges, trace.ops, trace.runtime]
+    parts = [call_tree.python_calls(trace), trace.host_ranges, trace.ops, trace.runtime]
     kept = {"event", "ts_ns", "dur_ns", "pid", "tid", "forward_tid", "sequence_number",
             "correlation"}  # fmt: skip
     name = pl.col("name").cast(parts[0]["name"].dtype)
@@ -341,7 +321,7 @@ def read_host(trace: Trace) -> Host:
     # Before 2022 ranges were operators: those of loaders and optimizers are told by their names.
     is_old = has_name(spans, f"{_LOADER}|{_OPTIMIZER}") & (pl.col("kind") == _IS_OPERATOR)
     kind = pl.when(is_old).then(_IS_RANGE).otherwise("kind")
-    tree = nest(spans.filter(~has_name(spans, _STEP)).with_columns(kind=kind))
+    tree = call_tree.nest(spans.filter(~has_name(spans, _STEP)).with_columns(kind=kind))
     return Host(trace, tree, tree.spans["kind"].to_numpy())
 
 
@@ -354,9 +334,8 @@ def _waits_in_backward(spans: pl.DataFrame) -> pl.DataFrame:
     is_pass = has_name(spans, _RUN_BACKWARD)
     talks = spans.filter(has_name(spans, f"^(?:{HOST_BACKENDS}):")).sort("ts_ns")
     found = [spans.clear()]
-    if talks.is_empty():
-        return found[0]
-    for (pid, tid), own in spans.filter(is_pass).group_by("pid", "tid"):
+    passes_by_thread = spans.filter(is_pass, len(talks) > 0).group_by("pid", "tid")
+    for (pid, tid), own in passes_by_thread:
         here = (pl.col("pid") == pid) & (pl.col("tid") == tid)
         passes, away = union_of(own), union_of(talks.filter(~here))
         edges = np.column_stack(passes).ravel()
@@ -365,12 +344,10 @@ def _waits_in_backward(spans: pl.DataFrame) -> pl.DataFrame:
         inside = np.searchsorted(edges, begins, "right") % 2 == 1
         waits = intersection(difference(passes, union_of(others.filter(pl.Series(inside)))), away)
         last = np.searchsorted(talks["ts_ns"].to_numpy(), waits.starts, "right") - 1
-        found.append(
-            talks[last].with_columns(
-                ts_ns=pl.Series(waits.starts), dur_ns=pl.Series(waits.ends - waits.starts),
-                pid=pl.lit(pid).cast(talks["pid"].dtype), tid=pl.lit(tid).cast(talks["tid"].dtype),
-            )
-        )  # fmt: skip
+        found.append(talks[last].with_columns(
+            ts_ns=pl.Series(waits.starts), dur_ns=pl.Series(waits.ends - waits.starts),
+            pid=pl.lit(pid).cast(talks["pid"].dtype), tid=pl.lit(tid).cast(talks["tid"].dtype),
+        ))  # fmt: skip
     return pl.concat(found)
 
 
@@ -411,23 +388,21 @@ def _marked_spans(host: Host) -> pl.DataFrame:
         [INPUT, OPTIMIZER, COMPILE, CHECKPOINT, BACKWARD, said, FORWARD],
         -1,
     )  # fmt: skip
-    rows = np.flatnonzero(codes >= 0)
-    found = [(host.tree.starts[rows], host.tree.ends[rows], codes[rows])]
-    phases = host.trace.phase_ranges
-    begins = phases["ts_ns"].to_numpy()
-    is_forward = (phases["name"].cast(pl.String) == "forward").to_numpy()
-    found.append(
-        (begins, begins + phases["dur_ns"].to_numpy(), np.where(is_forward, FORWARD, BACKWARD))
+    marked = pl.DataFrame({
+        "ts_ns": host.tree.starts, "dur_ns": host.tree.ends - host.tree.starts,
+        "position": codes.astype(np.int64),
+    }).filter(pl.col("position") >= 0)  # fmt: skip
+    is_forward = pl.col("name").cast(pl.String) == "forward"
+    phases = host.trace.phase_ranges.select(
+        "ts_ns", "dur_ns", position=pl.when(is_forward).then(FORWARD).otherwise(BACKWARD)
     )
-    found.append(_backward_passes(host, np.concatenate([part[0] for part in found])))
-    starts, ends, position = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return pl.DataFrame({
-        "pid": np.zeros(len(starts), np.int64), "tid": np.zeros(len(starts), np.int64),
-        "ts_ns": starts, "dur_ns": ends - starts, "position": position.astype(np.int64),
-    }).with_columns(name=pl.lit(""))  # fmt: skip
+    known = pl.concat([marked, phases.cast({"position": pl.Int64})])
+    found = pl.concat([known, _backward_passes(host, known["ts_ns"].to_numpy())])
+    one = dict.fromkeys(("pid", "tid"), pl.lit(0, pl.Int64))
+    return found.with_columns(name=pl.lit(""), **one)
 
 
-def _backward_passes(host: Host, others: Ints) -> tuple[Ints, Ints, Ints]:
+def _backward_passes(host: Host, others: Ints) -> pl.DataFrame:
     """From the first to the last of autograd's operators between two starts of something else."""
     top = host.tree.climb(host.tree.parent, host.is_backward) < 0
     own = np.flatnonzero(host.is_backward & top)
@@ -438,10 +413,11 @@ def _backward_passes(host: Host, others: Ints) -> tuple[Ints, Ints, Ints]:
     breaks = np.sort(np.concatenate([others, host.tree.starts[ahead], steps]))
     between = np.searchsorted(breaks, host.tree.starts[own], side="right")
     passes = pl.DataFrame({
-        "pass": between, "start": host.tree.starts[own], "end": host.tree.ends[own],
-    }).group_by("pass").agg(pl.col("start").min(), pl.col("end").max()).sort("start")  # fmt: skip
-    starts, ends = passes["start"].to_numpy(), passes["end"].to_numpy()
-    return starts, ends, np.full(len(starts), BACKWARD)
+        "pass": between, "ts_ns": host.tree.starts[own], "end": host.tree.ends[own],
+    }).group_by("pass").agg(pl.col("ts_ns").min(), pl.col("end").max()).sort("ts_ns")  # fmt: skip
+    return passes.select(
+        "ts_ns", dur_ns=pl.col("end") - pl.col("ts_ns"), position=pl.lit(BACKWARD, pl.Int64)
+    )
 
 
 def _gap(before: int, after: int, marked: bool, has_forward: bool) -> int:

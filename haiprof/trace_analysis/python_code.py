@@ -9,21 +9,8 @@ import polars as pl
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.intervals import Intervals, Ints, covered_lengths, intersection, union
+from haiprof.trace_analysis import call_tree
 from haiprof.trace_analysis.attribution import of_graph, rows_around, with_operator
-from haiprof.trace_analysis.call_tree import (
-    CallTree,
-    Stacks,
-    innermost,
-    is_outermost,
-    nest,
-    own_ns,
-    python_calls,
-    stack_texts,
-    stacks,
-    take,
-    thread_numbers,
-    total_and_own,
-)
 from haiprof.trace_analysis.device_time import Steps, step_window, union_of
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
 from haiprof.trace_format.kineto.rank_trace import Trace
@@ -44,10 +31,8 @@ def python_stacks(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     times where ids are missing or contradict the times.
     """
     calls, every = _calls(trace, steps)
-    found = calls.group_by("stack").agg(
-        pl.col("begun").sum().alias("calls"), *(pl.col(name).sum() for name in _TIMES)
-    )
-    texts = stack_texts(every)
+    found = calls.group_by("stack").agg(pl.col("begun").sum().alias("calls"), pl.col(_TIMES).sum())
+    texts = call_tree.stack_texts(every)
     known = pl.DataFrame([
         pl.Series("number", range(len(texts)), dtype=pl.Int64),
         *every.threads[every.thread].get_columns(),
@@ -68,27 +53,21 @@ def python_functions(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     calls, every = _calls(trace, steps)
     per_stack = pl.DataFrame({
         "stack": np.arange(len(every.name)), "thread": every.thread, "code": every.name,
-        "outermost": is_outermost(every),
+        "outermost": call_tree.is_outermost(every),
     })  # fmt: skip
-    first = pl.col("outermost")
-    found = (
-        calls.join(per_stack, on="stack")
-        .group_by("thread", "code")
-        .agg(
-            pl.col("begun").sum().alias("calls"),
-            *(pl.col(name).filter(first).sum() for name in _TIMES[::2]),
-            *(pl.col(name).sum() for name in _TIMES[1::2]),
-        )
-    )
+    found = calls.join(per_stack, on="stack").group_by("thread", "code").agg(
+        pl.col("begun").sum().alias("calls"), pl.col(_TIMES[::2]).filter("outermost").sum(),
+        pl.col(_TIMES[1::2]).sum(),
+    )  # fmt: skip
     names = every.names.gather(found["code"].cast(pl.UInt32)).alias("name")
     threads = every.threads[found["thread"].to_numpy()].get_columns()
     named = found.select(*threads, names, "calls", *_TIMES)
     return _add_ratios(named, has_gpu=trace.gpu.height > 0)
 
 
-def _calls(trace: Trace, steps: Steps) -> tuple[pl.DataFrame, Stacks]:
+def _calls(trace: Trace, steps: Steps) -> tuple[pl.DataFrame, call_tree.Stacks]:
     """`stack`, `begun` (0 or 1) and the times of each Python call, and the distinct stacks."""
-    python = python_calls(trace)
+    python = call_tree.python_calls(trace)
     if python.is_empty():
         raise MissingDataError(
             f"{trace.path}: no Python functions in it", hint="profile with with_stack=True"
@@ -97,20 +76,17 @@ def _calls(trace: Trace, steps: Steps) -> tuple[pl.DataFrame, Stacks]:
     starts = spans["ts_ns"].to_numpy()
     ends = starts + spans["dur_ns"].to_numpy()
     parent = _recorded_parents(spans, starts, ends)
-    found = None if parent is None else stacks(spans, parent)
-    if parent is None or found is None:
-        parent = nest(spans).parent
-        found = stacks(spans, parent)
+    if parent is None or (found := call_tree.stacks(spans, parent)) is None:
+        parent = call_tree.nest(spans).parent
+        found = call_tree.stacks(spans, parent)
         assert found is not None, "what encloses a span comes before it"
     # Of each call: total and own time, and the parts of them outside GPU work.
-    window = union(starts, ends)
+    window, begun = union(starts, ends), np.ones(len(starts), dtype=np.int64)
     if steps is not None:
         first, last = step_window(trace, steps)
         window = Intervals(np.array([first]), np.array([last]))
+        begun = ((starts >= first) & (starts < last)).astype(np.int64)
     busy = intersection(union_of(trace.gpu), window)
-    begun = np.ones(len(starts), dtype=np.int64)
-    if steps is not None:
-        begun = ((starts >= window.starts[0]) & (starts < window.ends[-1])).astype(np.int64)
 
     def inside(starts: Ints, ends: Ints) -> Ints:
         return covered_lengths(window, starts, ends)
@@ -118,7 +94,7 @@ def _calls(trace: Trace, steps: Steps) -> tuple[pl.DataFrame, Stacks]:
     def without_gpu(starts: Ints, ends: Ints) -> Ints:
         return inside(starts, ends) - covered_lengths(busy, starts, ends)
 
-    times = chain.from_iterable(total_and_own(starts, ends, parent, inside, without_gpu))
+    times = chain.from_iterable(call_tree.total_and_own(starts, ends, parent, inside, without_gpu))
     frame = pl.DataFrame({"begun": begun, **dict(zip(_TIMES, times, strict=True))})
     return frame.with_columns(pl.Series("stack", found.of_call, dtype=pl.Int64)), found
 
@@ -132,7 +108,7 @@ def _recorded_parents(spans: pl.DataFrame, starts: Ints, ends: Ints) -> Ints | N
     known = spans.select("parent_id").join(rows, on="parent_id", how="left", maintain_order="left")
     parent: Ints = known["row"].fill_null(-1).to_numpy().astype(np.int64)
     inner = np.flatnonzero(parent >= 0)
-    above, thread = parent[inner], thread_numbers(spans)
+    above, thread = parent[inner], call_tree.thread_numbers(spans)
     fits = (thread[above] == thread[inner]) & (starts[above] <= starts[inner])
     return parent if (fits & (ends[inner] <= ends[above])).all() else None
 
@@ -197,12 +173,11 @@ def module_times(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     begun = pl.lit(True) if window is None else pl.col("ts_ns").is_between(*window, closed="left")
     is_node = pl.col("name").cast(pl.String).str.starts_with(_BACKWARD)
     nodes = trace.ops.filter(is_node & begun)
-    nodes = nodes.select(
-        "dur_ns", row=pl.Series(_forward_part(trace, tree, nodes, np.arange(len(nodes))))
-    )
+    part = _forward_part(trace, tree, nodes, np.arange(len(nodes)))
+    nodes = nodes.select("dur_ns", row=pl.Series(part))
     calls = tree.spans.select(
         "ts_ns", "dur_ns", "name", "kind", paths,
-        own=pl.Series(own_ns(tree), dtype=pl.Int64), depth=pl.Series(tree.depth),
+        own=pl.Series(call_tree.own_ns(tree), dtype=pl.Int64), depth=pl.Series(tree.depth),
     )  # fmt: skip
     found = calls.group_by("path").agg(
         pl.col("name", "kind", "depth").first(),
@@ -211,29 +186,31 @@ def module_times(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         host_self_ns=pl.col("own").filter(begun).sum(),
         host_ns=pl.col("dur_ns").filter(begun).sum(),
     )
-    for column, rows, values, is_total in (
-        ("kernel_count", launched, pl.lit(1, pl.Int64), False),
-        ("device_self_ns", launched.filter(~pl.col("is_backward")), pl.col("dur_ns"), False),
-        ("device_ns", launched.filter(~pl.col("is_backward")), pl.col("dur_ns"), True),
-        ("backward_device_self_ns", launched.filter("is_backward"), pl.col("dur_ns"), False),
-        ("backward_device_ns", launched.filter("is_backward"), pl.col("dur_ns"), True),
-        ("backward_host_ns", nodes, pl.col("dur_ns"), True),
-        ("graph_kernel_count", launched.filter("of_graph"), pl.lit(1, pl.Int64), False),
-        ("graph_device_self_ns", launched.filter("of_graph"), pl.col("dur_ns"), False),
-    ):
-        own = _by_path(tree, paths, rows, values.alias(column), with_outer=is_total)
+    ahead, back, of_graph = (
+        launched.filter(which) for which in (~pl.col("is_backward"), "is_backward", "of_graph")
+    )
+    for column, rows in (
+        ("kernel_count", launched), ("device_self_ns", ahead), ("device_ns", ahead),
+        ("backward_device_self_ns", back), ("backward_device_ns", back),
+        ("backward_host_ns", nodes), ("graph_kernel_count", of_graph),
+        ("graph_device_self_ns", of_graph),
+    ):  # fmt: skip
+        values = (pl.lit(1, pl.Int64) if column.endswith("_count") else pl.col("dur_ns")).alias(
+            column
+        )
+        is_total = not column.endswith(("_count", "_self_ns"))
+        own = _by_path(tree, paths, rows, values, with_outer=is_total)
         found = found.join(own, on="path", how="full", coalesce=True, nulls_equal=True)
     numbers = [name for name, dtype in SCHEMA.items() if dtype == pl.Int64 and name != "depth"]
+    found = found.with_columns(pl.col(numbers).fill_null(0))
     order = pl.col("first_ns").fill_null(np.iinfo(np.int64).max)
-    return (
-        found.with_columns(pl.col(numbers).fill_null(0))
-        .filter(pl.col("call_count") + pl.col("kernel_count") > 0)
-        .sort(order, "depth", "path", nulls_last=True)
-        .select(pl.col(name).cast(dtype) for name, dtype in SCHEMA.items())
+    shown = found.filter(pl.col("call_count") + pl.col("kernel_count") > 0).sort(
+        order, "depth", "path", nulls_last=True
     )
+    return shown.select(pl.col(name).cast(dtype) for name, dtype in SCHEMA.items())
 
 
-def part_tree(trace: Trace) -> CallTree:
+def part_tree(trace: Trace) -> call_tree.CallTree:
     """Modules and annotated ranges with their nesting."""
     # Calls of modules and ranges on the host: `name`, `kind`, `pid`, `tid`, `ts_ns`, `dur_ns`.
     name = pl.col("name").cast(pl.String)
@@ -246,7 +223,7 @@ def part_tree(trace: Trace) -> CallTree:
         modules = python.filter(name.str.contains(_FORWARD)).with_columns(kind=pl.lit(FUNCTION))
     ranges = trace.host_ranges
     named = ranges.select(name, *columns).filter(~name.str.contains(_NO_PART))
-    tree = nest(pl.concat([named.with_columns(kind=pl.lit(ANNOTATION)), modules]))
+    tree = call_tree.nest(pl.concat([named.with_columns(kind=pl.lit(ANNOTATION)), modules]))
     if tree.spans.is_empty():
         raise MissingDataError(
             f"{trace.path}: no module, annotated range or call stack in it",
@@ -256,7 +233,7 @@ def part_tree(trace: Trace) -> CallTree:
     return tree
 
 
-def _paths(tree: CallTree) -> pl.Series:
+def _paths(tree: call_tree.CallTree) -> pl.Series:
     """The names around each span and its own, from the outermost."""
     own = tree.spans["name"]
     paths = own.clone()
@@ -267,7 +244,7 @@ def _paths(tree: CallTree) -> pl.Series:
     return paths.alias("path")
 
 
-def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
+def _launched_work(trace: Trace, tree: call_tree.CallTree, steps: Steps) -> pl.DataFrame:
     """GPU events: `dur_ns`, `row` of the part that launched them, `is_backward`, `of_graph`."""
     owned = with_operator(trace, steps, captures=True)
     is_node = owned.tree.spans["name"].cast(pl.String).str.starts_with(_BACKWARD)
@@ -276,42 +253,41 @@ def _launched_work(trace: Trace, tree: CallTree, steps: Steps) -> pl.DataFrame:
     inside = node >= 0
     row[inside] = _forward_part(trace, tree, owned.tree.spans, node[inside])
     return owned.gpu.select(
-        "dur_ns",
-        row=pl.Series(row),
-        is_backward=pl.Series(inside),
+        "dur_ns", row=pl.Series(row), is_backward=pl.Series(inside),
         of_graph=of_graph() & ~owned.captured,
-    )
+    )  # fmt: skip
 
 
-def _forward_part(trace: Trace, tree: CallTree, spans: pl.DataFrame, rows: Ints) -> Ints:
+def _forward_part(trace: Trace, tree: call_tree.CallTree, spans: pl.DataFrame, rows: Ints) -> Ints:
     """The part in which the forward operator of each autograd node ran; -1 where not known."""
     found = np.full(len(rows), -1, dtype=np.int64)
     nodes = spans.select("sequence_number", "ts_ns")[rows].with_row_index("at")
     nodes = nodes.drop_nulls("sequence_number").sort("ts_ns")
     name = pl.col("name").cast(pl.String)
-    forward = (
-        trace.ops.filter(
-            pl.col("sequence_number").is_not_null()
-            & (pl.col("forward_tid").fill_null(0) == 0)
-            & ~name.str.starts_with(_BACKWARD)
-        )
-        .select("sequence_number", "pid", "tid", "ts_ns", "dur_ns", begun_ns="ts_ns")
-        .sort("ts_ns")
+    forward = trace.ops.drop_nulls("sequence_number").filter(
+        pl.col("forward_tid").fill_null(0) == 0, ~name.str.starts_with(_BACKWARD)
     )
+    columns = ("sequence_number", "pid", "tid", "ts_ns", "dur_ns")
     joined = nodes.join_asof(
-        forward, on="ts_ns", by="sequence_number", check_sortedness=False
-    ).drop_nulls("begun_ns")
+        forward.select(*columns, begun_ns="ts_ns").sort("ts_ns"), on="ts_ns",
+        by="sequence_number", check_sortedness=False,
+    ).drop_nulls("begun_ns")  # fmt: skip
     calls = joined.select("pid", "tid", "dur_ns", ts_ns="begun_ns")
-    found[joined["at"].to_numpy()] = innermost(tree, calls)
+    found[joined["at"].to_numpy()] = call_tree.innermost(tree, calls)
     return found
 
 
 def _by_path(
-    tree: CallTree, paths: pl.Series, rows: pl.DataFrame, value: pl.Expr, *, with_outer: bool
+    tree: call_tree.CallTree,
+    paths: pl.Series,
+    rows: pl.DataFrame,
+    value: pl.Expr,
+    *,
+    with_outer: bool,
 ) -> pl.DataFrame:
     """Sums by path; with those of the parts around as well, or of the innermost part alone."""
     own, values = rows["row"].to_numpy(), rows.select("row", value).to_series(1)
-    levels = [pl.DataFrame([take(paths, own), values])]
+    levels = [pl.DataFrame([call_tree.take(paths, own), values])]
     if with_outer:
         around = np.append(tree.parent, -1)[own]
         levels += [pl.DataFrame([paths.gather(row), values.gather(place)])
@@ -360,7 +336,7 @@ def operator_lines(trace: Trace) -> pl.DataFrame:
             raise ValueError("a place that is not there")
     except (KeyError, TypeError, ValueError, OverflowError, pl.exceptions.PolarsError) as error:
         raise MissingDataError(f"{trace.path}: its lines of operators are damaged") from error
-    tree = nest(trace.ops)
+    tree = call_tree.nest(trace.ops)
     name = tree.spans["name"].cast(pl.String)
     is_node = name.str.starts_with(_BACKWARD).to_numpy()
     is_operator = (name.str.contains("::") & ~name.str.contains(_ENGINE)).to_numpy()

@@ -58,12 +58,10 @@ def annotation_breakdown(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     end = pl.col("ts_ns") + pl.col("dur_ns")
     before = end.cum_max().shift(1).over(_RANGE)
     added = (end - pl.max_horizontal("ts_ns", before)).clip(0)
-    found = ranges.with_columns(added_ns=added).group_by(_RANGE)
-    return (
-        found.agg(**DURATION_STATISTICS, covered_ns=pl.col("added_ns").sum())
-        .with_columns(pl.col("category", "name").cast(pl.String))
-        .sort("category", "device", -pl.col("sum_ns"), "name")
-    )
+    found = ranges.with_columns(added_ns=added).group_by(_RANGE).agg(
+        **DURATION_STATISTICS, covered_ns=pl.col("added_ns").sum()
+    ).with_columns(pl.col("category", "name").cast(pl.String))  # fmt: skip
+    return found.sort("category", "device", -pl.col("sum_ns"), "name")
 
 
 def annotation_kernels(trace: Trace, steps: Steps = None) -> pl.DataFrame:
@@ -155,28 +153,23 @@ def step_time_breakdown(trace: Trace, *, gpu_tail: bool = False) -> pl.DataFrame
         schema = {"step": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64}
         steps = pl.DataFrame([(None, first, last)] if real else [], schema=schema, orient="row")
     starts, ends = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
-    # The time of each step that each cause gets; None where the cause was not recorded.
-    empty = np.zeros(0, dtype=np.int64)
-    taken = Intervals(empty, empty)
-    parts: dict[str, Ints | None] = {}
-    for cause in CAUSES:
-        own = roles[cause]
-        parts[cause] = (
-            None if own is None else covered_lengths(difference(own, taken), starts, ends)
-        )
+    # The time of each step that each cause gets; null where the cause was not recorded.
+    taken, other = Intervals(starts[:0], starts[:0]), ends - starts
+    parts: dict[str, Ints | None] = dict.fromkeys(CAUSES)
+    for cause, own in roles.items():
         if own is not None:
+            parts[cause] = part = covered_lengths(difference(own, taken), starts, ends)
             taken = union(np.append(taken.starts, own.starts), np.append(taken.ends, own.ends))
-    wall = ends - starts
-    other = wall - sum((part for part in parts.values() if part is not None), np.zeros_like(wall))
+            other = other - part
     columns = {
-        "step": steps["step"], "start_ns": starts, "wall_ns": wall,
+        "step": steps["step"], "start_ns": starts, "wall_ns": ends - starts,
         **{f"{cause}_ns": part for cause, part in parts.items()}, "other_ns": other,
     }  # fmt: skip
     return pl.DataFrame(columns, schema=STEP_TIME_SCHEMA)
 
 
 def _roles(trace: Trace) -> dict[str, Intervals | None]:
-    """When each cause was active, on any thread or device; None where it was not recorded."""
+    """When each of CAUSES was active, on any thread or device; None where it was not recorded."""
     gpu, runtime = with_kind(gpu_events(trace, None)), trace.runtime
     host = pl.concat([trace.ops.select(_NAMED), trace.host_ranges.select(_NAMED)])
     collective = host.filter(has_name(host, _CPU_COLLECTIVE))
@@ -299,10 +292,7 @@ def timeline(trace: Trace, steps: tuple[int, int] | None = None) -> pl.DataFrame
     idle = pl.DataFrame({"start_ns": gaps.starts, "dur_ns": lengths_ns}).with_columns(
         lane=pl.lit(IDLE_LANE), kind=pl.lit("idle"), name=pl.lit("idle")
     )
-    longest: tuple[int | None, int | None] = (None, None)
-    if len(lengths_ns):
-        at = int(lengths_ns.argmax())
-        longest = int(lengths_ns[at]), int(gaps.starts[at]) - start
+    longest = idle.sort("dur_ns", descending=True, maintain_order=True).head(1)
     parts = [
         _draw(part, start, end)
         for part in (*shown.partition_by("lane"), idle, _host_events(trace, whole))
@@ -314,7 +304,8 @@ def timeline(trace: Trace, steps: tuple[int, int] | None = None) -> pl.DataFrame
         start_ns=pl.col("start_ns") - start,
         step=pl.lit(row["number"], pl.Int64), step_ns=pl.lit(end - start, pl.Int64),
         idle_ns=pl.lit(int(lengths_ns.sum()), pl.Int64),
-        gap_ns=pl.lit(longest[0], pl.Int64), gap_start_ns=pl.lit(longest[1], pl.Int64),
+        gap_ns=pl.lit(next(iter(longest["dur_ns"]), None), pl.Int64),
+        gap_start_ns=pl.lit(next(iter(longest["start_ns"] - start), None), pl.Int64),
     )  # fmt: skip
 
 
