@@ -14,28 +14,13 @@ import polars as pl
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.base.intervals import Bools, Ints, covered_lengths, total, union
 from haiprof.base.units import duration_text
+from haiprof.trace_analysis import dependencies
 from haiprof.trace_analysis.call_tree import innermost
-from haiprof.trace_analysis.dependencies import (
-    LONG_GAP_NS,
-    NEVER,
-    QUEUE,
-    USUAL_DELAY_NS,
-    WAIT_CALL,
-    DeviceEvents,
-    HostEvents,
-    Pairs,
-    Thread,
-    device_events,
-    hand_overs,
-    host_waits,
-    recorded_waits,
-    stream_order,
-)
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
     COMPUTATION,
     MEMORY,
-    step_window,
+    step_marks,
     union_of,
 )
 from haiprof.trace_analysis.host_activity import split
@@ -55,13 +40,13 @@ class PathWindow(NamedTuple):
 
     start_ns: int
     host_end_ns: int
-    thread: Thread
+    thread: dependencies.Thread
     label: str
 
 
 def find_window(
-    trace: Trace, host: HostEvents, *, steps: tuple[int, int] | None, annotation: str | None,
-    instance: Instance,
+    trace: Trace, host: dependencies.HostEvents, *, steps: tuple[int, int] | None,
+    annotation: str | None, instance: Instance,
 ) -> PathWindow:  # fmt: skip
     """Finds the requested window."""
     if steps is not None and annotation is not None:
@@ -74,10 +59,9 @@ def find_window(
     ranges = (table.filter(named).sort("ts_ns") for table in (trace.host_ranges, trace.ops))
     found = next((each for each in ranges if each.height), trace.ops.clear())
     if steps is not None:
-        step_window(trace, steps)  # raises for steps that are not recorded
-        marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
+        begins = step_marks(trace, steps)["start_ns"].implode()
         found = found.unique("ts_ns", keep="first", maintain_order=True)
-        chosen = found.filter(pl.col("ts_ns").is_in(marks["start_ns"].implode()))
+        chosen = found.filter(pl.col("ts_ns").is_in(begins))
         label = f"profiler steps {steps[0]} to {steps[1] - 1}"
     else:
         first, last = (instance, instance) if isinstance(instance, int) else instance
@@ -94,7 +78,7 @@ def find_window(
     return PathWindow(chosen["ts_ns"][0], end, (chosen["pid"][0], chosen["tid"][0]), label)
 
 
-def _of_everything(trace: Trace, host: HostEvents) -> PathWindow:
+def _of_everything(trace: Trace, host: dependencies.HostEvents) -> PathWindow:
     """All of it; where the host neither waits nor begins more, until the GPU is done."""
     if trace.checked.window is None:
         raise MissingDataError(f"{trace.path}: no operators, calls or GPU events in it")
@@ -130,21 +114,21 @@ class Causes(NamedTuple):
     """When that ended, at most the start of the waiting event."""
 
 
-def causes(gpu: DeviceEvents) -> Causes:
+def causes(gpu: dependencies.DeviceEvents) -> Causes:
     """What each GPU event waited for last: only that decided when it could start."""
-    why, row, best = (np.full(len(gpu.starts), each) for each in (HOST, -1, NEVER))
+    why, row, best = (np.full(len(gpu.starts), each) for each in (HOST, -1, dependencies.NEVER))
     # Of a launch the start of the call counts, as in HTA; of an unusually long one its end.
     begun = np.minimum(gpu.launched, gpu.starts)
     done = np.minimum(np.append(gpu.calls.ends, 0)[gpu.call], gpu.starts)
     for kind, (found_row, found_time) in (
-        (LAUNCH, (gpu.call, np.where(done - begun > USUAL_DELAY_NS, done, begun))),
-        (STREAM, _by_pairs(gpu, stream_order(gpu))),
-        (EVENT, _by_pairs(gpu, recorded_waits(gpu))),
+        (LAUNCH, (gpu.call, np.where(done - begun > dependencies.USUAL_DELAY_NS, done, begun))),
+        (STREAM, _by_pairs(gpu, dependencies.stream_order(gpu))),
+        (EVENT, _by_pairs(gpu, dependencies.recorded_waits(gpu))),
     ):
         better = (found_row >= 0) & (found_time >= best)
         why[better], row[better], best[better] = kind, found_row[better], found_time[better]
     unknown = ~gpu.known & (gpu.starts - np.maximum(best, gpu.starts.min(initial=0))
-                             > USUAL_DELAY_NS)  # fmt: skip
+                             > dependencies.USUAL_DELAY_NS)  # fmt: skip
     why[unknown], row[unknown], best[unknown] = HOST, -1, gpu.starts[unknown]
     inferred = _infer_waits(gpu, best, why)
     some = inferred >= 0
@@ -152,7 +136,7 @@ def causes(gpu: DeviceEvents) -> Causes:
     return Causes(why, row, np.where(row >= 0, best, gpu.starts))
 
 
-def _by_pairs(gpu: DeviceEvents, pairs: Pairs) -> tuple[Ints, Ints]:
+def _by_pairs(gpu: dependencies.DeviceEvents, pairs: dependencies.Pairs) -> tuple[Ints, Ints]:
     """Of the events that each one waited for, the one that ended last; at most at its start."""
     earlier, later = pairs
     row = np.full(len(gpu.starts), -1, dtype=np.int64)
@@ -161,13 +145,13 @@ def _by_pairs(gpu: DeviceEvents, pairs: Pairs) -> tuple[Ints, Ints]:
     return row, np.minimum(gpu.ends[row], gpu.starts) if len(row) else row
 
 
-def _infer_waits(gpu: DeviceEvents, best: Ints, why: Ints) -> Ints:
+def _infer_waits(gpu: dependencies.DeviceEvents, best: Ints, why: Ints) -> Ints:
     """Another stream's event that ended just before a waiting one began.
 
     Assumed after cudaStreamWaitEvent without sync events, in a CUDA graph, and where it began late
     (that need not be an order: it may have waited for room).
     """
-    late = gpu.starts - best > USUAL_DELAY_NS
+    late = gpu.starts - best > dependencies.USUAL_DELAY_NS
     told = np.zeros_like(late) if gpu.trace.sync.height else _wait_called(gpu)
     correlation = gpu.frame["correlation"].fill_null(-1)
     graph = (correlation.is_duplicated() & (correlation > 0)).to_numpy()
@@ -175,7 +159,7 @@ def _infer_waits(gpu: DeviceEvents, best: Ints, why: Ints) -> Ints:
     found = np.full(len(gpu.starts), -1, dtype=np.int64)
     by_end = np.argsort(gpu.ends, kind="stable")
     at = np.searchsorted(gpu.ends[by_end], gpu.starts[looking], side="right") - 1
-    floor = np.where(told, best, np.maximum(best, gpu.starts - USUAL_DELAY_NS))
+    floor = np.where(told, best, np.maximum(best, gpu.starts - dependencies.USUAL_DELAY_NS))
     only_graph = graph & ~late & ~told
     numbers = correlation.to_numpy()
     for _ in range(_TRIES):
@@ -191,11 +175,11 @@ def _infer_waits(gpu: DeviceEvents, best: Ints, why: Ints) -> Ints:
     return found
 
 
-def _wait_called(gpu: DeviceEvents) -> Bools:
+def _wait_called(gpu: dependencies.DeviceEvents) -> Bools:
     """Whether the launching thread made its stream wait since the stream's launch before."""
-    calls, waits = gpu.calls, gpu.calls.find(WAIT_CALL)
+    calls, waits = gpu.calls, gpu.calls.find(dependencies.WAIT_CALL)
     told = np.zeros(len(gpu.starts), dtype=np.bool_)
-    before = np.full(len(gpu.starts), NEVER, dtype=np.int64)
+    before = np.full(len(gpu.starts), dependencies.NEVER, dtype=np.int64)
     for line in gpu.lines():
         own = gpu.launch_order(line)
         before[own[1:]] = gpu.launched[own[:-1]]
@@ -218,7 +202,9 @@ where it was the other of these; the row of the call that waited, or -1; whether
 not recorded."""
 
 
-def joins_by_thread(host: HostEvents, gpu: DeviceEvents, main: int) -> dict[int, pl.DataFrame]:
+def joins_by_thread(
+    host: dependencies.HostEvents, gpu: dependencies.DeviceEvents, main: int
+) -> dict[int, pl.DataFrame]:
     """The joins of each thread by time, by its number; columns of `_JOINS`."""
     found = chain(_blocking_calls(host, gpu), _between_threads(host, main))
     parts = [pl.DataFrame(schema=_JOINS)]
@@ -230,23 +216,25 @@ def joins_by_thread(host: HostEvents, gpu: DeviceEvents, main: int) -> dict[int,
 _Join = tuple[int | Ints | Bools, ...]
 
 
-def _blocking_calls(host: HostEvents, gpu: DeviceEvents) -> Iterator[_Join]:
+def _blocking_calls(
+    host: dependencies.HostEvents, gpu: dependencies.DeviceEvents
+) -> Iterator[_Join]:
     """Calls that returned when a GPU event had ended within them."""
-    for why, call, event, assumed in host_waits(gpu):
+    for why, call, event, assumed in dependencies.host_waits(gpu):
         starts, ends = gpu.calls.starts[call], gpu.calls.ends[call]
         cause = np.minimum(gpu.ends[event], ends)
         waited = (event >= 0) & (cause > starts)
-        waited &= (why != QUEUE) | (ends - starts > USUAL_DELAY_NS)
+        waited &= (why != dependencies.QUEUE) | (ends - starts > dependencies.USUAL_DELAY_NS)
         rows = host.row_of_call[call[waited]]
         of = host.thread_of_row[rows]
         yield of, ends[waited], cause[waited], event[waited], -1, rows, assumed[waited]
 
 
-def _between_threads(host: HostEvents, main: int) -> Iterator[_Join]:
+def _between_threads(host: dependencies.HostEvents, main: int) -> Iterator[_Join]:
     """Hand-overs to and from threads of backward passes, and threads woken after a pause."""
     nothing: Ints = np.empty(0, dtype=np.int64)
     held = [union(nothing, nothing)] * len(host.threads)
-    for found in hand_overs(host, host.threads[main]) if main >= 0 else ():
+    for found in dependencies.hand_overs(host, host.threads[main]) if main >= 0 else ():
         waiting, working = host.number_of(found.waiting), host.number_of(found.working)
         held[working] = union(found.left, found.back)
         began, left = found.began[found.was_idle], found.left[found.was_idle]
@@ -257,7 +245,7 @@ def _between_threads(host: HostEvents, main: int) -> Iterator[_Join]:
             # It begins, or goes on after a long pause: assumed to be woken by the main one.
             starts, ends = host.work_of(thread)
             gaps = starts[1:] - np.maximum.accumulate(ends)[:-1]
-            starts = starts[np.append(True, gaps > LONG_GAP_NS)[: len(starts)]]
+            starts = starts[np.append(True, gaps > dependencies.LONG_GAP_NS)[: len(starts)]]
             starts = starts[covered_lengths(held[number], starts, starts + 1) == 0]
             yield number, starts, starts, -1, main, -1, True
 
@@ -271,8 +259,8 @@ event runs; the delay between a GPU event's last dependency and its start."""
 class Graph:
     """The dependencies of a window."""
 
-    host: HostEvents
-    gpu: DeviceEvents
+    host: dependencies.HostEvents
+    gpu: dependencies.DeviceEvents
     causes: Causes
     joins: dict[int, pl.DataFrame]
     """As `joins_by_thread` has them."""
@@ -411,7 +399,7 @@ def segments(graph: Graph, path: pl.DataFrame, data_loading: str) -> pl.DataFram
     )  # fmt: skip
     # From the end of what a blocking call waited for to its return: the host's own work.
     returns = path.filter(what == RETURN).join(calls, on="row", how="left").with_columns(
-        bound_by=pl.when(waits | (length <= USUAL_DELAY_NS)).then(pl.lit(SYNC))
+        bound_by=pl.when(waits | (length <= dependencies.USUAL_DELAY_NS)).then(pl.lit(SYNC))
         .otherwise(pl.lit(CPU))
     )  # fmt: skip
     # From one thread's last event to the first event of the thread that it started or woke.
@@ -426,8 +414,9 @@ def segments(graph: Graph, path: pl.DataFrame, data_loading: str) -> pl.DataFram
         why=pl.Series(graph.causes.why, dtype=pl.Int64),
     )  # fmt: skip
     running = what == ON_GPU
+    is_late = (length > dependencies.USUAL_DELAY_NS) & (pl.col("why") != LAUNCH)
     delay = (
-        pl.when((length > USUAL_DELAY_NS) & (pl.col("why") != LAUNCH)).then(pl.lit(UNEXPLAINED))
+        pl.when(is_late).then(pl.lit(UNEXPLAINED))
         .otherwise(pl.col("why").replace_strict(_DELAY_OF, default=SYNC, return_dtype=pl.String))
     )  # fmt: skip
     work = pl.col("of").replace_strict(_OF_KIND, default=None, return_dtype=pl.String)
@@ -521,10 +510,9 @@ class CriticalPath:
         """
         every = pl.DataFrame({"bound_by": BOUNDS})
         sums = every.join(self._sums("bound_by"), on="bound_by", how="left", maintain_order="left")
-        share = pl.lit(0.0 if self.length_ns else None, pl.Float64)
+        counts, share = ("duration_ns", "segment_count"), pl.col("share_ratio")
         return sums.with_columns(
-            pl.col("duration_ns", "segment_count").fill_null(0),
-            pl.col("share_ratio").fill_null(share),
+            pl.col(counts).fill_null(0), share.fill_null(0.0) if self.length_ns else share
         )
 
     def top(self, count: int = 20) -> pl.DataFrame:
@@ -557,9 +545,9 @@ def critical_path(
     where that ends later. From there it goes back, from every event to the last thing that it had
     waited for (see `walk`), to the window's start. It covers the window without a gap.
     """
-    host = HostEvents(trace)
+    host = dependencies.HostEvents(trace)
     window = find_window(trace, host, steps=steps, annotation=annotation, instance=instance)
-    gpu, main = device_events(trace), host.number_of(window.thread)
+    gpu, main = dependencies.device_events(trace), host.number_of(window.thread)
     graph = Graph(
         host=host, gpu=gpu, causes=causes(gpu), joins=joins_by_thread(host, gpu, main), main=main
     )
@@ -567,9 +555,8 @@ def critical_path(
     own = np.flatnonzero((gpu.launched >= window.start_ns) & (gpu.launched < window.host_end_ns))
     last = int(own[np.argmax(gpu.ends[own])]) if len(own) else -1
     slack_ns = window.host_end_ns - int(gpu.ends[last]) if len(own) else None
-    end_ns, end_row = window.host_end_ns, -1
-    if slack_ns is not None and slack_ns <= 0:
-        end_ns, end_row = int(gpu.ends[last]), last
+    end_row = last if slack_ns is not None and slack_ns <= 0 else -1
+    end_ns = window.host_end_ns if end_row < 0 else int(gpu.ends[last])
     if end_ns <= window.start_ns:
         raise MissingDataError(f"{trace.path}: no time passes in {window.label}")
     walk = walk_back(graph, window.start_ns, end_ns, end_row)
@@ -577,20 +564,15 @@ def critical_path(
     jumps, assumed = len(walk.jumps), sum(walk.jumps)
     unsure = assumed or (rows["bound_by"] == UNEXPLAINED).any()
     return CriticalPath(
-        start_ns=window.start_ns,
-        end_ns=end_ns,
-        host_end_ns=window.host_end_ns,
-        window=window.label,
-        confidence=ASSUMED if unsure else RECORDED,
-        dependency_count=jumps,
-        assumed_count=assumed,
-        rows=rows,
+        start_ns=window.start_ns, end_ns=end_ns, host_end_ns=window.host_end_ns,
+        window=window.label, confidence=ASSUMED if unsure else RECORDED,
+        dependency_count=jumps, assumed_count=assumed, rows=rows,
         caveats=tuple(_caveats(gpu, window, end_ns, (jumps, assumed), rows, slack_ns)),
-    )
+    )  # fmt: skip
 
 
 def _caveats(
-    gpu: DeviceEvents, window: PathWindow, end_ns: int, counts: tuple[int, int],
+    gpu: dependencies.DeviceEvents, window: PathWindow, end_ns: int, counts: tuple[int, int],
     rows: pl.DataFrame, slack_ns: int | None,
 ) -> list[str]:  # fmt: skip
     """What readers must know; `slack_ns` is how long before the host the GPU was done."""
@@ -599,12 +581,11 @@ def _caveats(
     if not len(gpu.starts):
         return [*found, "no GPU events in the trace: the path is the host's"]
     if assumed:
-        unsynced = (
+        unsynced = "" if gpu.trace.sync.height else (
             ": the trace has no sync events "
             "(experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True))"
-        )
-        found.append(f"{assumed} of {jumps} dependencies on the path are assumed"
-                     f"{'' if gpu.trace.sync.height else unsynced}")  # fmt: skip
+        )  # fmt: skip
+        found.append(f"{assumed} of {jumps} dependencies on the path are assumed{unsynced}")
     if end_ns > window.host_end_ns:
         found.append(
             f"the GPU worked {duration_text(end_ns - window.host_end_ns)} longer than the window "
@@ -617,14 +598,12 @@ def _caveats(
         )
     events = gpu.frame["event"].to_numpy()[gpu.launched < window.start_ns]
     earlier = pl.col("event").is_in(pl.Series(events).implode()) & pl.col("device").is_not_null()
-    early = int(rows.filter(earlier)["duration_ns"].sum())
-    if early:
+    if early := int(rows.filter(earlier)["duration_ns"].sum()):
         found.append(f"{duration_text(early)} are GPU work that was launched before the window")
-    skewed = gpu.launched > gpu.starts
-    if skewed.any():
-        most = int((gpu.launched - gpu.starts).max())
+    early_ns = gpu.launched - gpu.starts
+    if skewed := int((early_ns > 0).sum()):
         found.append(
-            f"{int(skewed.sum())} GPU events began up to {duration_text(most)} before their "
+            f"{skewed} GPU events began up to {duration_text(int(early_ns.max()))} before their "
             "launch: the clocks of host and GPU differ"
         )
     by_cause = dict(rows.group_by("bound_by").agg(pl.col("duration_ns").sum()).iter_rows())

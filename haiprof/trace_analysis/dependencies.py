@@ -244,8 +244,6 @@ def _concatenate(parts: list[Pairs]) -> Pairs:
 
 
 _COPIES = "Memcpy|Memset"
-
-
 COPY, COPY_TO_HOST, SHORT_COPY, DEVICE, STREAM, MEMORY_FREE, QUEUE = range(7)
 """Why a call waits: for its copy, as its name says; for a copy to the host's memory, or for
 another one, that was seen to end first; for the device; for a stream; to free memory that may be in

@@ -168,17 +168,12 @@ def rank_ledger(trace: Trace) -> RankLedger:
     rows = [_accounts(host, lane, time, steps) for lane, time in lanes.items()]
     gaps = [_longest_gaps(host, lane, time, steps, gpu) for lane, time in lanes.items()]
     return RankLedger(
-        rows=pl.concat([pl.DataFrame(schema=ROWS_SCHEMA), *rows]),
-        steps=steps,
-        gaps=pl.concat([pl.DataFrame(schema=GAPS_SCHEMA), *gaps]),
-        devices=tuple(lanes),
-        kernel_count=len(gpu),
-        linked_count=len(gpu) - gpu["call"].null_count(),
-        has_stacks=host.has_stacks,
-        world_size=trace.world_size,
-        damage=tuple(trace.report.notes),
-        cut=cut,
-    )
+        rows=pl.concat([pl.DataFrame(schema=ROWS_SCHEMA), *rows]), steps=steps,
+        gaps=pl.concat([pl.DataFrame(schema=GAPS_SCHEMA), *gaps]), devices=tuple(lanes),
+        kernel_count=len(gpu), linked_count=len(gpu) - gpu["call"].null_count(),
+        has_stacks=host.has_stacks, world_size=trace.world_size,
+        damage=tuple(trace.report.notes), cut=cut,
+    )  # fmt: skip
 
 
 def _device_line(
@@ -192,10 +187,9 @@ def _device_line(
     position = np.where(call_ts >= 0, host.position_at(call_ts), -1)
     position[host.tree.climb(row, host.is_backward) >= 0] = BACKWARD
     # Positions with those of the event before, else after, where none is known.
-    found = pl.Series(position).to_frame("p").select(
-        pl.when(pl.col("p") >= 0).then("p").forward_fill().backward_fill().fill_null(FORWARD)
-    )  # fmt: skip
-    position = found.to_series().to_numpy().copy()
+    known = pl.Series(position)
+    known = known.set(known < 0, None).forward_fill().backward_fill().fill_null(FORWARD)
+    position = known.to_numpy().copy()
     activity = _event_activities(host, gpu, row, spoken)
     busy, lines = Intervals(starts[:0], ends[:0]), []
     for kind in (COMPUTATION, COMMUNICATION, MEMORY):
@@ -353,18 +347,14 @@ def _accounts(host: Host, device: object, time: _Time, steps: pl.DataFrame) -> p
     callee = host.tree.climb(row, host.is_python)
     callee[(callee == place) | np.append(host.runs_backward, False)[callee]] = -1
     since = np.where(talks, time.begun[of], cut.starts[inside])
+    starts, ends = cut.starts[inside], cut.ends[inside]
     pieces = pl.DataFrame({
-        "device": np.full(len(of), device),
-        "step": cut.segment[inside] // 2,
-        "position": time.position[of],
-        "activity": time.activity[of].astype(str),
-        "place": place,
-        "callee": host.name_codes(callee),
+        "device": np.full(len(of), device), "step": cut.segment[inside] // 2,
+        "position": time.position[of], "activity": time.activity[of].astype(str),
+        "place": place, "callee": host.name_codes(callee),
         "operator": host.name_codes(host.tree.climb(row, host.is_operator)),
-        "event": time.event[of],
-        "start_ns": np.where(talks, cut.starts[inside] - since, -1),
-        "end_ns": np.where(talks, cut.ends[inside] - since, -1),
-        "ns": cut.ends[inside] - cut.starts[inside],
+        "event": time.event[of], "start_ns": np.where(talks, starts - since, -1),
+        "end_ns": np.where(talks, ends - since, -1), "ns": ends - starts,
     })  # fmt: skip
     summed = pieces.group_by(pieces.columns[:-1], maintain_order=True).agg(pl.col("ns").sum())
     named = summed.with_columns(

@@ -17,6 +17,7 @@ from haiprof.base.intervals import Floats, Ints
 from haiprof.base.ledger import Account, Ledger, ledger_document
 from haiprof.base.statistics import student_quantile
 from haiprof.base.units import ranks_text, ratio_text
+from haiprof.trace_analysis import host_activity
 from haiprof.trace_analysis.arrivals import arrival_lateness, who_is_late
 from haiprof.trace_analysis.device_ledger import (
     COMPUTE,
@@ -33,17 +34,6 @@ from haiprof.trace_analysis.device_ledger import (
     remedy_of,
 )
 from haiprof.trace_analysis.device_time import LAUNCH, with_rank
-from haiprof.trace_analysis.host_activity import (
-    ADDRESS,
-    ALLOCATION,
-    CALLS,
-    COLLECTIVE,
-    LIBRARIES,
-    OPERATORS,
-    OUTSIDE,
-    PYTHON,
-    parse_place,
-)
 from haiprof.trace_analysis.operator_efficiency import OPERATOR, RankOperators, rank_operators
 from haiprof.trace_analysis.operator_work import OwnFormulas
 from haiprof.trace_analysis.pool import Pool, Progress
@@ -55,8 +45,10 @@ _SMALL_RATIO = 0.001
 """Accounts below this share of a step are one row by position and activity."""
 _Chain = tuple[str, ...]
 _SPREAD = tuple(
-    f"{idle}{name}" for idle in ("", IDLE)
-    for name in (PYTHON, OPERATORS, OUTSIDE, CALLS, ALLOCATION, COLLECTIVE, "between kernels")
+    f"{idle}{name}" for idle in ("", IDLE) for name in (
+        host_activity.PYTHON, host_activity.OPERATORS, host_activity.OUTSIDE, host_activity.CALLS,
+        host_activity.ALLOCATION, host_activity.COLLECTIVE, "between kernels",
+    )
 )  # fmt: skip
 """Activities that a whole part of the code has, not one line of it."""
 _KEY = ["position", "activity", "file", "line", "function"]
@@ -198,10 +190,10 @@ class _Traces(RankTraces):
         operators = self._ask(rank_operators, paths, options, progress)
         rows = with_rank((rank, each.rows) for rank, each in ranks.items())
         if rows.is_empty() or all(each.has_no_step for each in ranks.values()):
-            for path, each in zip(paths, ranks.values(), strict=True):
-                if each.cut:
+            for path, cut in zip(paths, (each.cut for each in ranks.values()), strict=True):
+                if cut:
                     raise MissingDataError(
-                        f"{path}: no verdict: {each.cut.text}; {each.cut.effect}",
+                        f"{path}: no verdict: {cut.text}; {cut.effect}",
                         hint="copy the file again, or record again",
                     )
             raise MissingDataError(
@@ -216,10 +208,8 @@ class _Traces(RankTraces):
         """`rank`, `event`, `wait_ns` of collectives; why that is unknown of others; who is late."""
         schema = {"rank": pl.Int64, "event": pl.Int64, "wait_ns": pl.Int64}
         asked = rows.filter(pl.col("event") >= 0).select("rank", "event").unique()
-        if asked.is_empty():
-            return pl.DataFrame(schema=schema), [], None
-        if len(self.files) == 1:
-            return pl.DataFrame(schema=schema), ["one rank's trace"], None
+        if asked.is_empty() or len(self.files) == 1:
+            return pl.DataFrame(schema=schema), ["one rank's trace"] * bool(len(asked)), None
         waits, clocks, _ = self._arrivals(None)
         late = who_is_late(arrival_lateness(waits, clocks), waits) if len(waits) else None
         known = waits.filter(pl.col("missing").is_null()).select(list(schema))
@@ -261,7 +251,7 @@ def with_place(rows: pl.DataFrame, *, least_ns: float = 0) -> pl.DataFrame:
             nodes = call_nodes(dict(zip(chains.values(), part["ns"], strict=True)), least_ns)
         for code, chain in chains.items():
             node = nodes[chain]
-            place = parse_place(node[-1]) if node else (None, None, None)
+            place = host_activity.parse_place(node[-1]) if node else (None, None, None)
             found.append((position, activity, code, *place))
     schema = dict.fromkeys(("position", "activity", "code", "file"), pl.String)
     known = pl.DataFrame(
@@ -313,18 +303,17 @@ def _as_ledger(
     folded = placed.with_columns(pl.when(~small).then(name).alias(name) for name in _KEY[2:])
     keys = folded.group_by(_KEY).agg(
         pl.col("ns").sum(), pl.col("rank").unique().sort().alias("ranks")
-    ).sort("ns", *_KEY[:2], descending=[True, False, False])  # fmt: skip
-    keys = keys.with_row_index("account")
+    ).sort(-pl.col("ns"), *_KEY[:2]).with_row_index("account")  # fmt: skip
     numbered = folded.join(keys.select("account", *_KEY), on=_KEY, nulls_equal=True)
     times = _Steps(lanes, steps)
     cube = times.cube(numbered, len(keys))
     peers = np.flatnonzero((keys["activity"] == PEER).to_numpy())
     own = times.length - cube[peers].sum(axis=0)
     code = _largest_code(numbered)
-    accounts = []
-    for key in keys.iter_rows(named=True):
-        each = cube[key["account"]]
-        accounts.append(_account(key, each, own, count, code[key["account"]], len(ranks)))
+    accounts = [
+        _account(key, each, own, count, code[key["account"]], len(ranks))
+        for key, each in zip(keys.iter_rows(named=True), cube, strict=True)
+    ]
     gains = np.array([account.gain_ns for account in accounts])
     order = np.argsort(-gains, kind="stable")  # the others stay by their time
     by_position = keys.group_by("position").agg(pl.col("ns").sum()).iter_rows()
@@ -343,18 +332,18 @@ def _as_ledger(
         missing=tuple(_missing(ranks, unknown, is_on_device=is_on_device)),
     )
     marks, computing = pl.concat(marked), with_rank((r, each.rows) for r, each in parts.items())
-    works = pl.col("activity").str.contains(f"^(?:{COMPUTE}|{OPERATORS}: )")
+    works = pl.col("activity").str.contains(f"^(?:{COMPUTE}|{host_activity.OPERATORS}: )")
     chain = pl.concat_str("code", "operator", separator="\n", ignore_nulls=True)
     summed = rows.filter(works).group_by(chain, maintain_order=True).agg(pl.col("ns").sum())
     roles = computing.group_by("top", "operator", "kind", maintain_order=True).agg(
         pl.col("ns").sum() / count
     )  # fmt: skip
-    hosts = rows.filter(pl.col("activity").str.starts_with(f"{OPERATORS}: "), not is_on_device)
+    hosts = rows.filter(
+        pl.col("activity").str.starts_with(f"{host_activity.OPERATORS}: "), not is_on_device
+    )
     on_host = hosts.drop_nulls("operator").group_by(
         "operator", pl.col("code").str.split("\n").list.last()
-    ).agg(pl.col("ns").sum() / count).sort(
-        "ns", "operator", "code", descending=[True, False, False]
-    )  # fmt: skip
+    ).agg(pl.col("ns").sum() / count).sort(-pl.col("ns"), "operator", "code")  # fmt: skip
     return DeviceLedger(
         ledger=ledger,
         on_device=is_on_device,
@@ -485,7 +474,10 @@ def _account(
 ) -> Account:
     """One row of the ledger; `times` of the account and `own` are by device and step."""
     activity, function = str(key["activity"]), key["function"]
-    needed = activity.startswith((COMPUTE, f"{OPERATORS}: ")) and activity not in CONVERSIONS
+    needed = (
+        activity.startswith((COMPUTE, f"{host_activity.OPERATORS}: "))
+        and activity not in CONVERSIONS
+    )
     mean = key["ns"] / count
     low, high = _interval(times.mean(axis=0), mean)
     gain, gain_low, gain_high = 0.0, 0.0, 0.0
@@ -498,12 +490,11 @@ def _account(
         # The device itself needs some time between two kernels, and some casts are meant: nobody
         # knows how much of it can go. An optimizer can be one kernel (fused=True).
         gain_low = 0.0
-    ranks = tuple(key["ranks"])
     remedy = None if needed else remedy_of(activity)
-    inner = parse_place(code[0])[0] if code else None
+    inner = host_activity.parse_place(code[0])[0] if code else None
     paid = int((times > 0).any(axis=0).sum())
     return Account(
-        ranks=() if len(ranks) == rank_count else ranks,
+        ranks=() if len(key["ranks"]) == rank_count else tuple(key["ranks"]),
         position=str(key["position"]), activity=activity, package=_package(inner, key["file"]),
         file=key["file"], line=key["line"], function=function,
         callees=tuple(code), ns_per_step=mean, low_ns=low, high_ns=high, needed=needed,
@@ -518,7 +509,7 @@ def _package(inner: str | None, file: object) -> str | None:
     if inner is None:
         return None if file is None else "job"
     top = inner.replace("\\", "/").split("/")[0].removesuffix(".py")
-    return top if top in LIBRARIES else "job" if inner == file else top
+    return top if top in host_activity.LIBRARIES else "job" if inner == file else top
 
 
 def _interval(values: Floats, mean: float) -> tuple[float, float]:
@@ -533,14 +524,13 @@ def _interval(values: Floats, mean: float) -> tuple[float, float]:
 def _largest_code(rows: pl.DataFrame) -> dict[int, list[str]]:
     """The Python function and the operator in which most of each account passes."""
     found: dict[int, list[str]] = {account: [] for account in rows["account"].unique()}
+    whole = rows.group_by("account").agg(whole=pl.col("ns").sum())
     for name in ("callee", "operator"):
         summed = rows.drop_nulls(name).group_by("account", name).agg(pl.col("ns").sum())
-        whole = rows.group_by("account").agg(pl.col("ns").sum().alias("whole"))
-        most = summed.sort("ns", name, descending=[True, False]).unique(
-            "account", keep="first", maintain_order=True
-        ).join(whole, on="account").filter(pl.col("ns") * 3 > pl.col("whole"))  # fmt: skip
-        for account, text in most.select("account", name).iter_rows():
-            found[account].append(ADDRESS.sub("", text))
+        most = summed.sort(-pl.col("ns"), name).unique("account", keep="first", maintain_order=True)
+        known = most.join(whole, on="account").filter(pl.col("ns") * 3 > pl.col("whole"))
+        for account, text in known.select("account", name).iter_rows():
+            found[account].append(host_activity.ADDRESS.sub("", text))
     return found
 
 

@@ -18,7 +18,7 @@ from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.statistics import LEAST, Comparison, adjust_p_values, compare_samples
 from haiprof.trace_analysis.call_tree import nest, uncovered_starts
 from haiprof.trace_analysis.device_ledger import CONVERSIONS, IDLE
-from haiprof.trace_analysis.device_time import Steps, step_window, union_of, with_launch
+from haiprof.trace_analysis.device_time import Steps, step_marks, union_of, with_launch
 from haiprof.trace_analysis.device_verdict import DeviceLedger, OperatorRole, call_nodes
 from haiprof.trace_analysis.kernel_names import FULL, name_normalizer, split_geometry, with_geometry
 from haiprof.trace_format.kineto.columns import has_name
@@ -78,19 +78,18 @@ def step_samples(
 
 
 def _windows(trace: Trace, steps: Steps, *, by_step: bool) -> list[_StepWindow]:
-    if steps is not None and not by_step:
-        return [_StepWindow(None, *step_window(trace, steps))]
-    marks = trace.steps.unique("step", keep="first", maintain_order=True)
-    if steps is not None:
-        step_window(trace, steps)  # raises for steps that are not recorded
-        marks = marks.filter(pl.col("step").is_between(*steps, closed="left"))
-    rows = [_StepWindow(*row) for row in marks.select("step", "start_ns", "end_ns").iter_rows()]
-    if rows and by_step:
+    marks, start, end = step_marks(trace, steps), pl.col("start_ns"), pl.col("end_ns")
+    if by_step:
+        marks = marks.unique("step", keep="first", maintain_order=True)
+    elif steps is not None:
+        marks = marks.select(start.min(), end.max(), step=pl.lit(None, pl.Int64))
+    rows = [_StepWindow(*row) for row in marks.select("step", start, end).iter_rows()]
+    if rows and (by_step or steps is not None):
         return rows
     if trace.checked.window is None:
         raise MissingDataError(f"{trace.path}: neither operators nor GPU events in it")
-    start, end = trace.checked.window
-    return [_StepWindow(None, start, end + 1)]
+    first_ns, last_ns = trace.checked.window
+    return [_StepWindow(None, first_ns, last_ns + 1)]
 
 
 def _events(trace: Trace, kind: str, gpu: pl.DataFrame, *, by_launch: bool) -> pl.DataFrame:
@@ -110,13 +109,13 @@ def _events(trace: Trace, kind: str, gpu: pl.DataFrame, *, by_launch: bool) -> p
 def _compared_names(events: pl.DataFrame, rename: Callable[[str], str]) -> pl.DataFrame:
     """With the names that are compared, as codes of an Enum; a kernel's geometry stays behind."""
     recorded = events["name"].unique()
-    parts = [split_geometry(text) for text in recorded.cast(pl.String)]
+    parts = map(split_geometry, recorded.cast(pl.String))
     kept = [rename(plain) + geometry for plain, geometry in parts]
-    enum = pl.Enum(sorted(set(kept)))
-    table = pl.DataFrame({"name": recorded, "kept": pl.Series(kept, dtype=enum)})
-    return events.join(table, on="name", how="left", maintain_order="left").drop("name").rename(
-        {"kept": "name"}
-    )  # fmt: skip
+    table = pl.DataFrame(
+        {"name": recorded, "kept": pl.Series(kept, dtype=pl.Enum(sorted(set(kept))))}
+    )
+    named = events.join(table, on="name", how="left", maintain_order="left")
+    return named.drop("name").rename({"kept": "name"})
 
 
 def _per_window(events: pl.DataFrame, windows: list[_StepWindow], kind: str) -> pl.DataFrame:
@@ -381,7 +380,7 @@ def _names(before: _JobSamples, after: _JobSamples, step_difference_ns: float) -
     test, test_steps = _measure(after, names, "test")
     found = pl.concat([names, control, test], how="horizontal").with_columns(
         _change(before, after, names),
-        *_test_names(before, after, names["of"], control_steps, test_steps),
+        **_test_names(before, after, names["of"], control_steps, test_steps),
         difference_ns=pl.col("test_ns") - pl.col("control_ns"),
         ratio=pl.when(pl.col("control_ns") > 0).then(pl.col("test_ns") / pl.col("control_ns")),
         explained_ns=pl.when(pl.col("of").is_in(list(NOTHING))).then(
@@ -436,39 +435,31 @@ def _change(before: _JobSamples, after: _JobSamples, names: pl.DataFrame) -> pl.
 
 def _test_names(
     before: _JobSamples, after: _JobSamples, kinds: pl.Series, control: Floats, test: Floats
-) -> list[pl.Series]:
+) -> dict[str, pl.Series]:
     """Probabilities and p-values of each name, or why they are missing."""
     pairs = zip(control, test, strict=True)
     compared: list[Comparison] = [compare_samples(old, new) for old, new in pairs]
     p_values = [one.p_value for one in compared]
-    together: list[float | None] = [None] * len(p_values)
-    for kind in kinds.unique():
-        places = (kinds == kind).arg_true().to_list()
-        of_kind = adjust_p_values([p_values[place] for place in places])
-        for place, value in zip(places, of_kind, strict=True):
-            together[place] = value
+    together: list[float | None] = []
+    for own in kinds.rle().struct.field("len"):  # names stand by their kind
+        together += adjust_p_values(p_values[len(together) :][:own])
     likely = [None if one.p_value is None else one.greater_probability for one in compared]
     reasons = [_too_few(before, after) if p is None else None for p in p_values]
-    return [
-        pl.Series("slower_probability", likely, dtype=pl.Float64),
-        pl.Series("p_value", p_values, dtype=pl.Float64),
-        pl.Series("adjusted_p_value", together, dtype=pl.Float64),
-        pl.Series("no_p_value_reason", reasons, dtype=pl.String),
-    ]
+    numbers = {"slower_probability": likely, "p_value": p_values, "adjusted_p_value": together}
+    found = {name: pl.Series(values, dtype=pl.Float64) for name, values in numbers.items()}
+    return found | {"no_p_value_reason": pl.Series(reasons, dtype=pl.String)}
 
 
 def _steps(before: _JobSamples, after: _JobSamples) -> pl.DataFrame:
     """The steps of both jobs in one frame."""
-    parts = []
-    for word, samples in (("control", before), ("test", after)):
-        own = {
-            f"{word}_step": pl.Series(samples.steps, dtype=pl.Int64),
-            f"{word}_ns": samples.step_ns,
-        }
-        parts.append(pl.DataFrame(own).with_row_index("place"))
-    if set(before.steps) & set(after.steps) - {None}:
-        parts[0] = parts[0].with_columns(place=pl.col("control_step"))
-        parts[1] = parts[1].with_columns(place=pl.col("test_step"))
+    in_common = bool(set(before.steps) & set(after.steps) - {None})
+    parts = [
+        pl.DataFrame({
+            "place": each.steps if in_common else range(len(each.steps)),
+            f"{word}_step": each.steps, f"{word}_ns": each.step_ns,
+        }, schema_overrides=dict.fromkeys(("place", f"{word}_step"), pl.Int64))
+        for word, each in (("control", before), ("test", after))
+    ]  # fmt: skip
     joined = parts[0].join(parts[1], on="place", how="full", coalesce=True).sort("place")
     return joined.select(
         "control_step", "test_step", "control_ns", "test_ns",
