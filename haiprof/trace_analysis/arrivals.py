@@ -42,22 +42,21 @@ def with_time_elsewhere(kernels: pl.DataFrame) -> pl.DataFrame:
     return kernels.with_columns(pl.Series("elsewhere_ns", found, dtype=pl.Int64))
 
 
-def with_passed_on(arrivals: pl.DataFrame) -> pl.DataFrame:
-    """With `passed_on`: how much longer than the others' each rank's time elsewhere was."""
-    found = above_others(arrivals, "elsewhere_ns", "passed_on")
-    return found.with_columns(pl.col("passed_on").clip(0))
+def passed_on() -> pl.Expr:
+    """How much longer than the others' each rank's time elsewhere was."""
+    return above_others("elsewhere_ns").clip(0)
 
 
-def above_others(arrivals: pl.DataFrame, column: str, name: str) -> pl.DataFrame:
-    """With a value of each rank less the median of the other ranks' in the same collective."""
+def above_others(column: str) -> pl.Expr:
+    """A value of each rank less the median of the other ranks' in the same collective."""
     values = pl.col(column).sort().over("collective", mapping_strategy="join")
     place = pl.col(column).rank("ordinal").over("collective").cast(pl.Int64) - 1
     others = pl.len().over("collective").cast(pl.Int64) - 1
-    apart = [
+    apart = (
         pl.col(column) - values.list.get(at + (place <= at).cast(pl.Int64), null_on_oob=True)
         for at in ((others - 1) // 2, others // 2)  # in the middle, its own left out
-    ]
-    return arrivals.with_columns(((apart[0] + apart[1]) / 2).alias(name))
+    )
+    return sum(apart, start=pl.lit(0)) / 2
 
 
 # Bus bandwidth over algorithm bandwidth, for n ranks. Source: nccl-tests, doc/PERFORMANCE.md.
@@ -257,7 +256,7 @@ def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:
     starts = pl.col("start_ns").sort().over("collective", mapping_strategy="join")
     second = starts.list.get(-2, null_on_oob=True)
     behind = pl.when("arrived_last").then(pl.col("start_ns") - second).otherwise(0)
-    known = with_passed_on(known.with_columns(behind=behind))
+    known = known.with_columns(behind=behind, passed_on=passed_on())
     passed = pl.min_horizontal("behind", pl.col("passed_on").round().cast(pl.Int64))
     own = pl.col("behind") - passed
     rows = known.group_by(["rank", "step"] if by_step else ["rank"]).agg(
@@ -317,7 +316,7 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
     # median of the others' in sum, by rank and step.
     found = _with_known_arrivals(waits).filter(~pl.col("is_first"))
     found = found.drop_nulls("step") if found["step"].count() else found
-    apart = with_passed_on(above_others(found, "start_ns", "late"))
+    apart = found.with_columns(late=above_others("start_ns"), passed_on=passed_on())
     passed = pl.min_horizontal(pl.col("late").clip(0), "passed_on")
     steps = apart.group_by("rank", *_GROUP, "step").agg(
         pl.col("part", "group_size").first(), (pl.col("late") - passed).sum(), count=pl.len()
@@ -348,12 +347,10 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
     # One row per rank: of the groups where it is about as late the smallest.
     most = pl.col("mean").max().over("rank", "is_late")
     near = pl.col("mean") >= most - NEAR_RATIO * most.abs()
-    order = ["is_late", "near", "group_size", "mean", "rank", *_GROUP]
-    falling = [True, True, False, True, False, False, False]
-    ordered = rows.with_columns(near=near).sort(order, descending=falling)
-    one = ordered.unique("rank", keep="first", maintain_order=True).sort(
-        ["is_late", "mean", "rank"], descending=[True, True, False], maintain_order=True
-    )
+    latest = pl.col("is_late").not_()
+    ordered = rows.sort(latest, ~near, "group_size", -pl.col("mean"), "rank", *_GROUP)
+    first = ordered.unique("rank", keep="first", maintain_order=True)
+    one = first.sort(latest, -pl.col("mean"), "rank", maintain_order=True)
     said = pl.lit("; ".join([_verdict(one), *_unequal_starts(waits)]))
     return one.with_columns(said=said).select(
         pl.col(name).cast(dtype) for name, dtype in LATENESS_SCHEMA.items()
@@ -396,11 +393,8 @@ def _verdict(rows: pl.DataFrame) -> str:
     most = rows.row(0, named=True)
     steps = f"{most['step_count']} step" + ("s" if most["step_count"] != 1 else "")
     rank = f"rank {most['rank']}"
-    collectives = (
-        f"its {most['part']} collectives"
-        if (most["part"] not in (None, WHOLE_JOB))
-        else "its collectives"
-    )
+    part = "" if most["part"] in (None, WHOLE_JOB) else f"{most['part']} "
+    collectives = f"its {part}collectives"
     much = duration_text(max(most["late_ns"], 0))
     if most["low_ns"] is None:
         if most["late_ns"] <= 0:
@@ -429,16 +423,11 @@ def _verdict(rows: pl.DataFrame) -> str:
 
 def _unequal_starts(waits: pl.DataFrame) -> list[str]:
     """Why steps of the ranks differ in length where they came to the window at different times."""
-    spread = (
-        _with_known_arrivals(waits)
-        .group_by("collective")
-        .agg(
-            (pl.col("start_ns").max() - pl.col("start_ns").min()).alias("spread"),
-            pl.col("is_first").first(),
-            first=pl.col("rank").sort_by("start_ns").first(),
-            last=pl.col("rank").sort_by("start_ns").last(),
-        )
-    )
+    start, by_start = pl.col("start_ns"), pl.col("rank").sort_by("start_ns")
+    spread = _with_known_arrivals(waits).group_by("collective").agg(
+        pl.col("is_first").first(), spread=start.max() - start.min(), first=by_start.first(),
+        last=by_start.last(),
+    )  # fmt: skip
     begun = spread.filter("is_first").sort(-pl.col("spread")).row(0, named=True)
     usual = spread.filter(~pl.col("is_first"))["spread"].median()
     if usual is None or begun["spread"] <= UNEQUAL_START_RATIO * float(str(usual)):

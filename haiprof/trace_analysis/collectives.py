@@ -17,15 +17,7 @@ import polars as pl
 from haiprof.base.intervals import covered_lengths, difference, total, union
 from haiprof.base.medians import MAD_TO_SIGMA
 from haiprof.base.units import duration_text
-from haiprof.trace_analysis.device_time import (
-    COMMUNICATION,
-    COMPUTATION,
-    Steps,
-    gpu_events,
-    union_of,
-    with_kind,
-    with_rank,
-)
+from haiprof.trace_analysis import device_time
 from haiprof.trace_analysis.pool import Progress, default_pool
 from haiprof.trace_format.clock_offsets import estimate_offsets
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
@@ -68,18 +60,16 @@ def process_group_table(trace: Trace) -> pl.DataFrame:
     said = trace.metadata.get("distributedInfo")
     listed = said.get("pg_config") if isinstance(said, dict) else None
     rows = []
-    for each in listed or ():
-        if isinstance(each, dict):
-            name, description, backend = (
-                text if isinstance(text := each.get(key), str) else None
-                for key in ("pg_name", "pg_desc", "backend_config")
-            )
-            description = None if description in ("", "undefined") else description
-            ranks = each.get("ranks")
-            if not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks):
-                ranks = None
-            known = (None, None) if ranks is None else (len(ranks), json.dumps(ranks))
-            rows.append((name, description, part_of(description), backend, *known))
+    for each in filter(lambda each: isinstance(each, dict), listed or ()):
+        name, description, backend = (
+            text if isinstance(text := each.get(key), str) else None
+            for key in ("pg_name", "pg_desc", "backend_config")
+        )
+        description = None if description in ("", "undefined") else description
+        ranks = each.get("ranks")
+        is_known = isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
+        known = (len(ranks), json.dumps(ranks)) if is_known else (None, None)
+        rows.append((name, description, part_of(description), backend, *known))
     return pl.DataFrame(rows, schema=GROUPS_SCHEMA, orient="row").unique(
         "process_group", keep="first", maintain_order=True
     )
@@ -161,8 +151,8 @@ KERNELS_SCHEMA = {
 
 def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) -> pl.DataFrame:
     """Communication kernels of a rank, by start; without any, its collectives on the CPU."""
-    gpu = gpu_events(trace, steps).with_row_index("row")
-    talking = with_kind(gpu).filter(pl.col("kind") == COMMUNICATION)["row"]
+    gpu = device_time.gpu_events(trace, steps).with_row_index("row")
+    talking = device_time.with_kind(gpu).filter(pl.col("kind") == device_time.COMMUNICATION)["row"]
     if talking.is_empty():
         return _on_cpu(trace, steps)
     texts = ("name", "collective", "dtype", "process_group", "group_ranks")
@@ -183,24 +173,18 @@ def collective_kernels(trace: Trace, *, steps: tuple[int, int] | None = None) ->
     groups = process_group_table(trace).select(
         "process_group", "part", listed_ranks="group_ranks", listed_size="group_size"
     )
-    base = clock_base_ns(trace)
+    start = pl.col("ts_ns") + clock_base_ns(trace)
     sizes = {dtype: _size(dtype) for dtype in launched["dtype"].unique()}
-    return (
-        launched.with_columns(kind=pl.coalesce(*told, pl.lit("other")))
-        .join(groups, on="process_group", how="left", maintain_order="left")
-        .with_columns(
-            world_size=pl.lit(trace.world_size, dtype=pl.Int64),
-            group_ranks=pl.coalesce("group_ranks", "listed_ranks"),
-            group_size=pl.coalesce("group_size", "listed_size"),
-            start_ns=pl.col("ts_ns") + base,
-            end_ns=pl.col("ts_ns") + pl.col("dur_ns") + base,
-            element_bytes=pl.col("dtype").replace_strict(
-                sizes, default=None, return_dtype=pl.Int64
-            ),
-        )
-        .sort("ts_ns", "row")
-        .select(pl.col(name).cast(dtype) for name, dtype in KERNELS_SCHEMA.items())
-    )
+    grouped = launched.join(groups, on="process_group", how="left", maintain_order="left")
+    found = grouped.with_columns(
+        kind=pl.coalesce(*told, pl.lit("other")),
+        world_size=pl.lit(trace.world_size, dtype=pl.Int64),
+        group_ranks=pl.coalesce("group_ranks", "listed_ranks"),
+        group_size=pl.coalesce("group_size", "listed_size"),
+        start_ns=start, end_ns=start + pl.col("dur_ns"),
+        element_bytes=pl.col("dtype").replace_strict(sizes, default=None, return_dtype=pl.Int64),
+    ).sort("ts_ns", "row")  # fmt: skip
+    return found.select(pl.col(name).cast(dtype) for name, dtype in KERNELS_SCHEMA.items())
 
 
 def _on_cpu(trace: Trace, steps: tuple[int, int] | None) -> pl.DataFrame:
@@ -228,16 +212,14 @@ def _on_cpu(trace: Trace, steps: tuple[int, int] | None) -> pl.DataFrame:
     marked = _with_step(trace, found.with_columns(when="launch_ns"))
     if steps is not None:
         marked = marked.filter(pl.col("step").is_between(*steps, closed="left"))
-    base = clock_base_ns(trace)
+    start = pl.col("ts_ns") + clock_base_ns(trace)
     named = marked.with_columns(
         kind=pl.col("name").map_elements(kind_of, return_dtype=pl.String),
         device=pl.lit(ON_CPU), stream=pl.lit(-1), world_size=pl.lit(world, pl.Int64),
-        start_ns=pl.col("ts_ns") + base, end_ns=pl.col("ts_ns") + pl.col("dur_ns") + base,
+        start_ns=start, end_ns=start + pl.col("dur_ns"),
     )  # fmt: skip
-    empty = pl.DataFrame(schema=KERNELS_SCHEMA)
-    return pl.concat(
-        [empty, named.select(set(named.columns) & set(empty.columns))], how="diagonal_relaxed"
-    )
+    known = named.select(set(named.columns) & set(KERNELS_SCHEMA))
+    return pl.concat([pl.DataFrame(schema=KERNELS_SCHEMA), known], how="diagonal_relaxed")
 
 
 def clock_base_ns(trace: Trace) -> int:
@@ -325,17 +307,14 @@ def _inputs(
 
 def _around_launch(kernels: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     """Joins to each kernel the last span that began before its launch there and holds it."""
-    spans = spans.rename({"ts_ns": "span_ns", "tid": "launch_tid"}).sort("span_ns")
-    carried = [name for name in spans.columns if name not in ("span_ns", "dur_ns", "launch_tid")]
+    names = {"ts_ns": "span_ns", "tid": "launch_tid", "dur_ns": "span_dur"}
+    carried = [name for name in spans.columns if name not in names]
     found = kernels.sort("launch_ns").join_asof(
-        spans.rename({"dur_ns": "span_dur"}),
-        left_on="launch_ns",
-        right_on="span_ns",
-        by="launch_tid",
-        check_sortedness=False,
-    )
+        spans.rename(names).sort("span_ns"), left_on="launch_ns", right_on="span_ns",
+        by="launch_tid", check_sortedness=False,
+    )  # fmt: skip
     inside = pl.col("launch_ns") < pl.col("span_ns") + pl.col("span_dur")
-    kept = found.with_columns(pl.when(inside).then(pl.col(name)).alias(name) for name in carried)
+    kept = found.with_columns(pl.when(inside).then(pl.col(carried)))
     return kept.drop("span_ns", "span_dur").sort("ts_ns", "row")
 
 
@@ -345,7 +324,7 @@ PARTS_SCHEMA = {
 }  # fmt: skip
 
 
-def communication_parts(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
+def communication_parts(trace: Trace, *, steps: device_time.Steps = None) -> pl.DataFrame:
     """How long each part of the job communicates on a rank, and what of it computing hides.
 
     Exposed time of the pipeline is its bubble together with transfers that nothing hides: a
@@ -356,7 +335,7 @@ def communication_parts(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
     """
     talking = collective_kernels(trace, steps=steps)
     base = clock_base_ns(trace)
-    gpu = with_kind(gpu_events(trace, steps))
+    gpu = device_time.with_kind(device_time.gpu_events(trace, steps))
     rows: list[tuple[object, ...]] = []
     for (device, part), own in talking.group_by("device", "part", maintain_order=True):
         ran = union(own["start_ns"].to_numpy() - base, own["end_ns"].to_numpy() - base)
@@ -366,7 +345,9 @@ def communication_parts(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
         if on_device.is_empty():
             rows.append((*row, None, None))
             continue
-        computing = union_of(on_device.filter(pl.col("kind") == COMPUTATION))
+        computing = device_time.union_of(
+            on_device.filter(pl.col("kind") == device_time.COMPUTATION)
+        )
         exposed = total(difference(ran, computing))
         ends = on_device["ts_ns"] + on_device["dur_ns"]
         span = int(ends.max()) - int(on_device["ts_ns"].min())  # type: ignore[arg-type]
@@ -620,7 +601,7 @@ def rank_clocks(
         paths: Sequence[Path] = [each.path for each in comparable.values()]
         found = default_pool(paths).map(collective_kernels, paths, {}, progress)
         empty = [(0, pl.DataFrame(schema=KERNELS_SCHEMA))]
-        kernels = with_rank([*empty, *zip(comparable, found, strict=True)])
+        kernels = device_time.with_rank([*empty, *zip(comparable, found, strict=True)])
         on_gpus = kernels.filter(pl.col("device").ne_missing(ON_CPU))  # gloo's end them ms apart
         rows = clock_offsets(match_collectives(on_gpus)).iter_rows(named=True)
         offsets = {row["rank"]: row for row in rows}
@@ -652,11 +633,11 @@ def clock_notes(inputs: Mapping[int, TraceInput], clocks: Sequence[RankClock]) -
         for each in clocks
         if each.method == MOVED
     ]
-    if len(clocks) > 1 and any(each.method == UNCHECKED for each in clocks):
+    unchecked = [str(each.rank) for each in clocks if each.method == UNCHECKED]
+    if len(clocks) > 1 and unchecked:
         hosts = {each.host for each in inputs.values()}
         shared = len(hosts) == 1 and None not in hosts
         where = "of one host, which its ranks share" if shared else "as the hosts have them"
-        unchecked = [str(each.rank) for each in clocks if each.method == UNCHECKED]
         ranks = "all ranks" if len(unchecked) == len(clocks) else f"ranks {', '.join(unchecked)}"
         found.append(f"{ranks}: not compared by collectives; wall clocks {where}")
     return found
@@ -666,20 +647,18 @@ def _corrections(
     offsets: Mapping[int, Mapping[str, int]], hosts: Mapping[int, str | None]
 ) -> dict[int, int]:
     """What is subtracted from each rank's times, by `RULE`."""
-    known = [rank for rank, row in offsets.items() if row["offset_ns"] is not None]
     groups: dict[str | int, list[int]] = {}
-    for rank in known:
+    for rank in (rank for rank, row in offsets.items() if row["offset_ns"] is not None):
         groups.setdefault(hosts.get(rank) or rank, []).append(rank)
-    together: dict[int, int] = {}
+    moved: dict[int, int] = {}
     for ranks in groups.values():
-        found = round(median(offsets[rank]["offset_ns"] for rank in ranks))
-        spread = max(offsets[rank]["residual_ns"] for rank in ranks)
-        several = min(offsets[rank]["collective_count"] for rank in ranks) > 1
-        together |= dict.fromkeys(ranks, found if several and is_sure(found, spread) else 0)
-    moved = {}
-    for rank in known:
-        apart = offsets[rank]["offset_ns"] - together[rank]
-        several = offsets[rank]["collective_count"] > 1
-        own = several and is_sure(apart, offsets[rank]["residual_ns"])
-        moved[rank] = offsets[rank]["offset_ns"] if own else together[rank]
+        rows = [offsets[rank] for rank in ranks]
+        together = round(median(row["offset_ns"] for row in rows))
+        several = min(row["collective_count"] for row in rows) > 1
+        sure = several and is_sure(together, max(row["residual_ns"] for row in rows))
+        together = together if sure else 0
+        for rank, row in zip(ranks, rows, strict=True):
+            apart = is_sure(row["offset_ns"] - together, row["residual_ns"])
+            own = row["collective_count"] > 1 and apart
+            moved[rank] = row["offset_ns"] if own else together
     return moved

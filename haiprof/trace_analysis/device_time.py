@@ -69,13 +69,11 @@ def with_kind(gpu: pl.DataFrame) -> pl.DataFrame:
     talking = has_name(gpu, COMMUNICATION_NAMES) | collective
     of_mtia = pl.col("category").cast(pl.String) == MTIA_CATEGORY
     copying = of_mtia & has_name(gpu, MTIA_COPIES)
+    copying |= pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES)
     return gpu.with_columns(
-        kind=pl.when(pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES) | copying)
-        .then(pl.lit(MEMORY))
-        .when(talking)
-        .then(pl.lit(COMMUNICATION))
+        kind=pl.when(copying).then(pl.lit(MEMORY)).when(talking).then(pl.lit(COMMUNICATION))
         .otherwise(pl.lit(COMPUTATION))
-    )
+    )  # fmt: skip
 
 
 Steps = tuple[int, int] | None
@@ -131,10 +129,16 @@ def gpu_events(trace: Trace, steps: Steps) -> pl.DataFrame:
 
 def step_window(trace: Trace, steps: tuple[int, int]) -> tuple[int, int]:
     """When some profiler steps began and ended, in ns."""
+    return step_marks(trace, steps).select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+
+
+def step_marks(trace: Trace, steps: Steps) -> pl.DataFrame:
+    """`Trace.steps`, or those of them that were asked for."""
+    if steps is None:
+        return trace.steps
     marks = trace.steps.filter(pl.col("step").is_between(*steps, closed="left"))
-    starts, ends = marks["start_ns"].to_list(), marks["end_ns"].to_list()
-    if starts:
-        return min(starts), max(ends)
+    if len(marks):
+        return marks
     if trace.steps.is_empty():
         raise MissingDataError(
             f"{trace.path}: no profiler step was recorded",
@@ -314,19 +318,15 @@ def gaps(gpu: pl.DataFrame, runtime: pl.DataFrame, delay_ns: int) -> pl.DataFram
         busy_until_ns=end.cum_max().shift(1).over(_STREAM)
     )
     found = timed.with_columns(gap_ns=pl.col("ts_ns") - pl.col("busy_until_ns"))
+    late_ns = pl.col("launch_ns") - pl.col("busy_until_ns")
     category = (
-        pl.when(pl.col("launch_ns").is_null())
-        .then(pl.lit(UNKNOWN))
-        .when(pl.col("launch_ns") > pl.col("busy_until_ns"))
-        .then(pl.lit(HOST_WAIT))
-        .when(pl.col("gap_ns") < delay_ns)
-        .then(pl.lit(KERNEL_WAIT))
-        .otherwise(pl.lit(OTHER))
-    )
-    late_ns = (pl.col("launch_ns") - pl.col("busy_until_ns")).clip(0, pl.col("gap_ns"))
+        pl.when(late_ns.is_null()).then(pl.lit(UNKNOWN)).when(late_ns > 0).then(pl.lit(HOST_WAIT))
+        .when(pl.col("gap_ns") < delay_ns).then(pl.lit(KERNEL_WAIT)).otherwise(pl.lit(OTHER))
+    )  # fmt: skip
     return found.filter(pl.col("gap_ns") > 0).select(
-        *_STREAM, "ts_ns", "gap_ns", before_launch_ns=late_ns, idle_category=category
-    )
+        *_STREAM, "ts_ns", "gap_ns", before_launch_ns=late_ns.clip(0, pl.col("gap_ns")),
+        idle_category=category,
+    )  # fmt: skip
 
 
 OTHERS = "others"
@@ -445,14 +445,12 @@ def kernels(
         **{name: pl.when(pl.col("is_kept").first()).then(pl.col(name).first()) for name in told},
     )
     whole = pl.col("sum_ns").sum().over(_GROUP)
-    return (
-        found.with_columns(
-            name=pl.col("own").cast(pl.String).fill_null(OTHERS),
-            kind_ratio=pl.when(whole > 0).then(pl.col("sum_ns") / whole),
-        )
-        .sort(*_GROUP, -pl.col("is_kept").cast(pl.Int8), -pl.col("sum_ns"), "name")
-        .select(*_GROUP, "name", *DURATION_STATISTICS, "kind_ratio", "name_count", *told)
+    named = found.with_columns(
+        name=pl.col("own").cast(pl.String).fill_null(OTHERS),
+        kind_ratio=pl.when(whole > 0).then(pl.col("sum_ns") / whole),
     )
+    ordered = named.sort(*_GROUP, pl.col("is_kept").not_(), -pl.col("sum_ns"), "name")
+    return ordered.select(*_GROUP, "name", *DURATION_STATISTICS, "kind_ratio", "name_count", *told)
 
 
 def across_ranks(breakdown: pl.DataFrame) -> pl.DataFrame:
@@ -461,27 +459,23 @@ def across_ranks(breakdown: pl.DataFrame) -> pl.DataFrame:
         pl.col("count", "sum_ns").sum(), pl.col("max_ns").max(),
         pl.col(*GEOMETRY, *LAUNCH).get(pl.col("max_ns").arg_max()),
     ).with_columns(mean_ns=pl.col("sum_ns") / pl.col("count")).sort("rank")  # fmt: skip
-    mean = pl.col("mean_ns")
+    mean, told = pl.col("mean_ns"), (*GEOMETRY, *LAUNCH)
     slowest, fastest = mean.arg_max(), mean.arg_min()
+    others = mean.sort().head(pl.len() - 1).median()
+    above = mean.max() - others
     found = per_rank.group_by("kind", "name").agg(
-        mean.mean(),
         rank_count=pl.len().cast(pl.Int64),
         count=pl.col("count").sum(),
         sum_ns=pl.col("sum_ns").sum(),
+        mean_ns=mean.mean(),
         std_ns=mean.std(),
         slowest_rank=pl.col("rank").get(slowest),
         slowest_mean_ns=mean.max(),
-        slowest_count=pl.col("count").get(slowest),
         fastest_rank=pl.col("rank").get(fastest),
         fastest_mean_ns=mean.min(),
-        **{name: pl.col(name).get(pl.col("max_ns").arg_max()) for name in (*GEOMETRY, *LAUNCH)},
-        others_median_ns=mean.sort().head(pl.len() - 1).median(),
-    )
-    others = pl.col("others_median_ns")
-    above = pl.col("slowest_mean_ns") - others
-    return found.select(
-        "kind", "name", "rank_count", "count", "sum_ns", "mean_ns", "std_ns",
-        "slowest_rank", "slowest_mean_ns", "fastest_rank", "fastest_mean_ns", "others_median_ns",
+        others_median_ns=others,
         distance_ratio=pl.when(others > 0).then(above / others),
-        excess_ns=above * pl.col("slowest_count"), **{name: name for name in (*GEOMETRY, *LAUNCH)},
-    ).sort(-pl.col("excess_ns"), "kind", "name", nulls_last=True)  # fmt: skip
+        excess_ns=above * pl.col("count").get(slowest),
+        **{name: pl.col(name).get(pl.col("max_ns").arg_max()) for name in told},
+    )
+    return found.sort(-pl.col("excess_ns"), "kind", "name", nulls_last=True)

@@ -87,7 +87,7 @@ def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
     names = []
     for name, *geometry in kinds.iter_rows():
         sizes = [_size_text(str(part or "")) for part in geometry]
-        names.append(f"{name or ''}{_SIGN}{sizes[0]}, {sizes[1]}>>>" if all(sizes) else name or "")
+        names.append((name or "") + (f"{_SIGN}{', '.join(sizes)}>>>" if all(sizes) else ""))
     table = kinds.with_columns(pl.Series("launched", names, dtype=pl.Enum(sorted(set(names)))))
     found = gpu.join(table, on=triple, how="left", nulls_equal=True, maintain_order="left")
     return found.with_columns(name="launched").select(gpu.columns)
@@ -107,13 +107,9 @@ def split_geometry(name: str) -> tuple[str, str]:
     return plain, sign + rest
 
 
-def _size_text(text: str) -> str | None:
-    sizes = _sizes(text)
-    if sizes is None:
-        return None
-    while len(sizes) > 1 and sizes[-1] == 1:
-        sizes.pop()
-    return "x".join(map(str, sizes))
+def _size_text(text: str) -> str:
+    """Such as `32x4`; empty where it is none."""
+    return re.sub("(?<=.)(?:x1)+$", "", "x".join(map(str, _sizes(text) or ())))
 
 
 def _sizes(text: str) -> list[int] | None:
@@ -168,10 +164,8 @@ def work_kind(name: str, operator: str | None = None) -> str:
 
 def is_matrix_work(name: str) -> bool:
     """Whether tensor cores could do it: matrix products, convolutions, attention by name."""
-    plain = name.lower()
-    return work_kind(name) in _MATRIX_KINDS or bool(
-        _FUSED_EXPERTS.search(plain) or _ON.search(plain)
-    )
+    is_known = any(sign.search(name.lower()) for sign in (_FUSED_EXPERTS, _ON))
+    return is_known or work_kind(name) in _MATRIX_KINDS
 
 
 def uses_tensor_cores(name: str) -> bool | None:
@@ -185,14 +179,9 @@ def uses_tensor_cores(name: str) -> bool | None:
 # NCCL's and RCCL's names of algorithms as they stand in kernel names (nccl/src/include/device.h,
 # ncclAlgoStr): Tree, Ring, CollnetDirect, CollnetChain, NVLS, NVLSTree, PAT.
 _ALGORITHMS = (
-    (r"nvls_?tree", "NVLS tree"),
-    (r"nvls", "NVLS"),
-    (r"collnet", "CollNet"),
-    (r"_pat_", "PAT"),
-    (r"send_?recv", "send/recv"),
-    (r"_tree", "tree"),
-    (r"_ring", "ring"),
-)
+    (r"nvls_?tree", "NVLS tree"), (r"nvls", "NVLS"), (r"collnet", "CollNet"), (r"_pat_", "PAT"),
+    (r"send_?recv", "send/recv"), (r"_tree", "tree"), (r"_ring", "ring"),
+)  # fmt: skip
 
 
 def transfer_type(kind: str, name: str) -> str:

@@ -78,28 +78,24 @@ def launch_statistics(
     time in which earlier work kept the stream busy; see `queue_length`.
     """
     found = launched_events(trace, steps)
-    if not include_memory_events:
-        found = found.filter(~pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES))
+    found = found.filter(include_memory_events | ~_is_copy())
+    first = {"kernel": "name", "device": "device", "stream": "stream", "ts_ns": "call_ts_ns",
+             "cpu_duration_ns": "call_dur_ns", "first_ns": "ts_ns"}  # fmt: skip
     launches = found.group_by("correlation", maintain_order=True).agg(  # by their start
         pl.col("call").first(),
-        kernel=pl.col("name").first(),
+        **{name: pl.col(column).first() for name, column in first.items()},
         kernel_count=pl.len().cast(pl.Int64),
-        device=pl.col("device").first(),
-        stream=pl.col("stream").first(),
-        ts_ns=pl.col("call_ts_ns").first(),
-        cpu_duration_ns=pl.col("call_dur_ns").first(),
         gpu_duration_ns=pl.col("dur_ns").sum(),
-        first_ns=pl.col("ts_ns").first(),
     )
     cpu, gpu = pl.col("cpu_duration_ns"), pl.col("gpu_duration_ns")
     delay = (pl.col("first_ns") - (pl.col("ts_ns") + cpu)).clip(0)
-    return launches.with_columns(
-        pl.col("call", "kernel").cast(pl.String),
-        launch_delay_ns=delay,
+    return launches.select(
+        "correlation", pl.col("call", "kernel").cast(pl.String), "kernel_count", "device", "stream",
+        "ts_ns", "cpu_duration_ns", "gpu_duration_ns", launch_delay_ns=delay,
         is_short=(cpu <= runtime_cutoff_ns) & (gpu < cpu),
         is_runtime_outlier=cpu > runtime_cutoff_ns,
         is_launch_delay_outlier=delay > launch_delay_cutoff_ns,
-    ).drop("first_ns").sort("ts_ns", "correlation")  # fmt: skip
+    ).sort("ts_ns", "correlation")  # fmt: skip
 
 
 def launch_summary(
@@ -138,9 +134,7 @@ def launch_summary(
         **times,
         **{f"{flag}_count": pl.col(f"is_{flag}").sum().cast(pl.Int64) for flag in flags},
     )
-    gpu = gpu_events(trace, steps)
-    if not include_memory_events:
-        gpu = gpu.filter(~pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES))
+    gpu = gpu_events(trace, steps).filter(include_memory_events | ~_is_copy())
     known = trace.runtime.filter(pl.col("correlation") > 0)
     alone = gpu.join(known, on="correlation", how="anti").select(
         call=pl.lit(None, dtype=pl.String),
@@ -149,6 +143,10 @@ def launch_summary(
     ).filter(pl.col("kernel_count") > 0)  # fmt: skip
     found = by_call.sort("launch_count", "call", descending=[True, False])
     return pl.concat([found, alone], how="diagonal")
+
+
+def _is_copy() -> pl.Expr:
+    return pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES)
 
 
 MAX_QUEUE_LENGTH = 1024
@@ -229,12 +227,10 @@ def full_queue(
     series = _with_duration(queue_length(trace, steps=steps))
     begin, end = trace.checked.window or (0, 0)
     full = pl.col("dur_ns").filter(pl.col("queue_length") >= max_queue_length).sum()
-    return (
-        series.group_by(_STREAM, maintain_order=True)
-        .agg(full_ns=full, trace_ns=pl.lit(end - begin, dtype=pl.Int64))
-        .with_columns(full_ratio=pl.col("full_ns") / pl.col("trace_ns"))
-        .sort(_STREAM)
+    found = series.group_by(_STREAM, maintain_order=True).agg(
+        full_ns=full, trace_ns=pl.lit(end - begin, dtype=pl.Int64)
     )
+    return found.with_columns(full_ratio=pl.col("full_ns") / pl.col("trace_ns")).sort(_STREAM)
 
 
 def _with_duration(series: pl.DataFrame) -> pl.DataFrame:
@@ -248,17 +244,12 @@ _KIND = ("device", "copy_kind")
 
 def _copies(trace: Trace, steps: Steps) -> pl.DataFrame:
     """Copies and sets with `copy_kind`, as in HTA, and their own `bandwidth_bytes_per_s`."""
-    gpu = gpu_events(trace, steps)
-    copies = gpu.filter(pl.col("category").cast(pl.String).is_in(MEMORY_CATEGORIES))
     own = pl.when(pl.col("dur_ns") > 0).then(pl.col("bytes") / pl.col("dur_ns") * 1e9)
-    return copies.select(
-        "device",
-        "ts_ns",
-        "dur_ns",
-        "bytes",
+    return gpu_events(trace, steps).filter(_is_copy()).select(
+        "device", "ts_ns", "dur_ns", "bytes",
         copy_kind=pl.col("name").cast(pl.String).str.split(" (").list.first().str.strip_chars(),
         bandwidth_bytes_per_s=pl.coalesce("bandwidth_bytes_per_s", own),
-    )
+    )  # fmt: skip
 
 
 def memory_bandwidth(trace: Trace, steps: Steps = None) -> pl.DataFrame:
@@ -308,12 +299,9 @@ def memory_bandwidth_summary(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     mean = pl.when(pl.col("busy_ns") > 0).then(pl.col("bytes") / pl.col("busy_ns") * 1e9)
     changes = memory_bandwidth(trace, steps=steps).filter(rate != 0)
     spread = changes.group_by(_KIND).agg(**_over_changes(rate))
-    return (
-        moved.with_columns(mean_bandwidth_bytes_per_s=mean)
-        .join(spread, on=_KIND, how="left")
-        .with_columns(pl.col("change_count").fill_null(0))
-        .sort(_KIND)
-    )
+    moved = moved.with_columns(mean_bandwidth_bytes_per_s=mean)
+    found = moved.join(spread, on=_KIND, how="left").sort(_KIND)
+    return found.with_columns(pl.col("change_count").fill_null(0))
 
 
 def _over_changes(value: pl.Expr) -> dict[str, pl.Expr]:
@@ -380,29 +368,20 @@ def exact_us(ns: pl.Expr) -> tuple[pl.Expr, ...]:
 def _events(trace: Trace, counter: str) -> pl.Series:
     """Counter events as JSON, one per change, in the tracks of the GPU's process."""
     if counter == QUEUE_LENGTH:
-        series = queue_length(trace).with_columns(
-            counter=pl.format("Queue length, stream {}", "stream"), value="queue_length"
-        )
-        key = "launches"
+        series, key, value = queue_length(trace), "launches", pl.col("queue_length")
+        name = pl.format("Queue length, stream {}", "stream")
     else:
-        series = memory_bandwidth(trace).with_columns(
-            counter=pl.format("Bandwidth of {}", "copy_kind"),
-            value=pl.col("bandwidth_bytes_per_s") / 1e9,
+        series, key = memory_bandwidth(trace), "GB/s"
+        name, value = (
+            pl.format("Bandwidth of {}", "copy_kind"),
+            pl.col("bandwidth_bytes_per_s") / 1e9,
         )
-        key = "GB/s"
-    names = {name: json.dumps(name) for name in series["counter"].unique()}
-    parts = (
-        pl.lit('{"ph": "C", "name": '),
-        pl.col("counter").replace(old=names),
-        pl.lit(', "pid": '),
-        pl.col("device"),  # Kineto's process of a GPU event is the device
-        pl.lit(', "ts": '),
-        *exact_us(pl.col("ts_ns")),
-        pl.lit(f', "args": {{"{key}": '),
-        pl.col("value"),
+    texts = {text: json.dumps(text) for text in series.select(name).to_series().unique()}
+    return series.select(event=pl.concat_str(  # Kineto's process of a GPU event is the device
+        pl.lit('{"ph": "C", "name": '), name.replace(old=texts), pl.lit(', "pid": '), "device",
+        pl.lit(', "ts": '), *exact_us(pl.col("ts_ns")), pl.lit(f', "args": {{"{key}": '), value,
         pl.lit("}}"),
-    )
-    return series.select(event=pl.concat_str(*parts)).to_series()
+    )).to_series()  # fmt: skip
 
 
 def gpu_counters(trace: Trace, steps: Steps = None) -> pl.DataFrame:

@@ -38,14 +38,10 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
     Source: torch.profiler's `[memory]` events (c10 `reportMemoryUsageToProfiler`). HTA drops
     them when it reads a trace (D24).
     """
-    events = _events(trace)
-    return events.select(
-        *_DEVICE,
-        "ts_ns",
-        pl.col("bytes").alias("change_bytes"),
-        pl.col("bytes").cum_sum().over(*_DEVICE).alias("since_start_bytes"),
-        "allocated_bytes",
-        "reserved_bytes",
+    change, known = pl.col("bytes"), ("allocated_bytes", "reserved_bytes")
+    since_start = change.cum_sum().over(*_DEVICE).alias("since_start_bytes")
+    return _events(trace).select(
+        *_DEVICE, "ts_ns", change.alias("change_bytes"), since_start, *known
     )
 
 
@@ -88,13 +84,13 @@ def memory_by_operator(trace: Trace) -> pl.DataFrame:
     increases = pl.concat([changes.filter(pl.col("operator").is_null()), inside]).group_by(on).agg(
         increase_bytes=pl.col("bytes").sum()
     )  # fmt: skip
-    found = own.join(increases, on=on, how="full", coalesce=True, nulls_equal=True).with_columns(
-        counts.fill_null(0)
-    )
+    found = own.join(increases, on=on, how="full", coalesce=True, nulls_equal=True)
     blocks = _blocks(events).filter(pl.col("freed_ns").is_null() & pl.col("gone").is_null())
-    return found.join(blocks.group_by(*_DEVICE, "operator").agg(
+    kept = blocks.group_by(on).agg(
         kept_count=pl.len().cast(pl.Int64), kept_bytes=pl.col("size_bytes").sum()
-    ), on=on, how="left", nulls_equal=True).select(
+    )
+    known = found.with_columns(counts.fill_null(0)).join(kept, on=on, how="left", nulls_equal=True)
+    return known.select(
         *on, "allocation_count", "allocated_bytes", "free_count", "freed_bytes",
         "self_increase_bytes", "increase_bytes",
         pl.when(_has_addresses(events)).then(pl.col("kept_count", "kept_bytes").fill_null(0)),
@@ -129,27 +125,21 @@ def _at_peak(trace: Trace, owners: CallTree) -> pl.DataFrame:
     peaks = events.with_row_index("at").group_by(*_DEVICE, maintain_order=True).agg(
         pl.col("at", "ts_ns").get(at), pl.col("allocated_bytes").get(at).alias("peak_bytes")
     ).drop_nulls("peak_bytes")  # fmt: skip
-    alive = (
-        blocks.join(peaks, on=_DEVICE, nulls_equal=True)
-        .filter(
-            pl.col("allocated_ns").is_not_null()
-            & (pl.col("order") <= pl.col("at"))
-            & (pl.col("gone").is_null() | (pl.col("gone") > pl.col("at")))
-        )
-        .group_by(*_DEVICE, "operator")
-        .agg(block_count=pl.len().cast(pl.Int64), size_bytes=pl.col("size_bytes").sum())
+    at_peak = blocks.join(peaks, on=_DEVICE, nulls_equal=True).filter(
+        pl.col("allocated_ns").is_not_null(), pl.col("order") <= pl.col("at"),
+        pl.col("gone").is_null() | (pl.col("gone") > pl.col("at")),
+    )  # fmt: skip
+    alive = at_peak.group_by(*_DEVICE, "operator").agg(
+        block_count=pl.len().cast(pl.Int64), size_bytes=pl.col("size_bytes").sum()
     )
     # With a row per device for what is older than the window.
     known = alive.group_by(*_DEVICE).agg(known=pl.col("size_bytes").sum())
     older = peaks.join(known, on=_DEVICE, how="left", nulls_equal=True).select(
-        *_DEVICE,
-        operator=pl.lit(None, pl.String),
-        block_count=pl.lit(None, pl.Int64),
-        size_bytes=pl.col("peak_bytes") - pl.col("known").fill_null(0),
+        *_DEVICE, size_bytes=pl.col("peak_bytes") - pl.col("known").fill_null(0),
         origin=pl.lit("before"),
-    )
+    )  # fmt: skip
     parts = [alive.with_columns(origin=pl.lit("window")), older.filter(pl.col("size_bytes") != 0)]
-    found = pl.concat(parts).join(peaks, on=_DEVICE, nulls_equal=True)
+    found = pl.concat(parts, how="diagonal").join(peaks, on=_DEVICE, nulls_equal=True)
     ratio = pl.when(pl.col("peak_bytes") > 0).then(pl.col("size_bytes") / pl.col("peak_bytes"))
     return found.select(
         *_DEVICE, "ts_ns", "peak_bytes", "origin", "operator", "block_count", "size_bytes",
@@ -248,17 +238,21 @@ def memory_by_category(path: str | Path) -> pl.DataFrame:
     memory snapshots are another format: `trace_format.memory_snapshot`.
     """
     path = Path(path)
-    rows = _json(path)
+    try:
+        rows = json.loads(read_text(path, limit_bytes=TEXT_LIMIT_BYTES))
+    except OSError as error:
+        raise TraceFormatError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise TraceFormatError(f"{path}: no JSON: {error}", hint=_HINT) from None
+    if not isinstance(rows, list) or not rows:
+        raise TraceFormatError(f"{path}: not a list of memory events", hint=_HINT)
     # [times, sizes]: then the second list holds lists.
     if (
-        isinstance(rows, list) and len(rows) == 2
-        and all(isinstance(part, list) and part for part in rows) and isinstance(rows[1][0], list)
+        len(rows) == 2 and all(isinstance(part, list) and part for part in rows)
+        and isinstance(rows[1][0], list)
     ):  # fmt: skip
         return _levels(rows, path)
     known = pl.col("time") >= 0
-    # The file's rows.
-    if not isinstance(rows, list) or not rows:
-        raise TraceFormatError(f"{path}: not a list of memory events", hint=_HINT)
     good = (
         isinstance(row, list) and len(row) == 4 and all(type(part) is int for part in row)
         and 1 <= row[1] <= len(ACTIONS) and 0 <= row[3] < len(CATEGORIES) and abs(row[2]) < 1 << 60
@@ -271,20 +265,14 @@ def memory_by_category(path: str | Path) -> pl.DataFrame:
     first = changes.filter(known)["time"].min()
     if first is None:
         raise TraceFormatError(f"{path}: no event in it has a time", hint=_HINT)
-    sums = (
-        pl.col("bytes").filter(pl.col("category") == at).sum().alias(f"{name}_bytes")
+    sums = {
+        f"{name}_bytes": pl.col("bytes").filter(pl.col("category") == at).sum()
         for at, name in enumerate(CATEGORIES)
-    )
-    per_time = (
-        changes.with_columns(ts_ns=pl.when(known).then("time").otherwise(pl.lit(first)))
-        .group_by("ts_ns")
-        .agg(sums)
-        .sort("ts_ns")
-    )
-    held = pl.exclude("ts_ns").cum_sum()
-    return per_time.with_columns(held).with_columns(
-        total_bytes=pl.sum_horizontal(pl.exclude("ts_ns"))
-    )
+    }
+    when = pl.when(known).then("time").otherwise(pl.lit(first))
+    per_time = changes.group_by(ts_ns=when).agg(**sums).sort("ts_ns")
+    held = per_time.with_columns(pl.exclude("ts_ns").cum_sum())
+    return held.with_columns(total_bytes=pl.sum_horizontal(pl.exclude("ts_ns")))
 
 
 def is_memory_timeline(path: Path) -> bool:
@@ -318,14 +306,3 @@ def _levels(rows: list[list[Any]], path: Path) -> pl.DataFrame:
     frame = frame.with_columns(pl.col("ts_ns") * 1000).sort("ts_ns", maintain_order=True)
     last = frame.group_by("ts_ns", maintain_order=True).last()
     return last.with_columns(total_bytes=pl.sum_horizontal(pl.exclude("ts_ns")))
-
-
-def _json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
-    try:
-        content = read_text(path, limit_bytes=TEXT_LIMIT_BYTES)
-    except OSError as error:
-        raise TraceFormatError(f"{path}: {error}") from None
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise TraceFormatError(f"{path}: no JSON: {error}", hint=_HINT) from None

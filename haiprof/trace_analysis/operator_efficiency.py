@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -165,14 +165,14 @@ def peak_of(device: str | None, overrides: Mapping[str, float] | None = None) ->
     known = next((peak for peak in PEAKS if device and re.search(peak.pattern, device)), None)
     if not overrides:
         return known
-    flops = dict(known.flops_per_s) if known else {}
-    flops |= {name: value for name, value in overrides.items() if name != MEMORY}
-    return Peak(
-        name=known.name if known else device or "device",
-        pattern="",
-        flops_per_s=flops,
-        bytes_per_s=overrides.get(MEMORY, known.bytes_per_s if known else float("nan")),
-        source="as given" + (f", else {known.source}" if known else ""),
+    known = known or Peak(name=device or "device", pattern="", flops_per_s={},
+                          bytes_per_s=math.nan, source="")  # fmt: skip
+    given = {name: value for name, value in overrides.items() if name != MEMORY}
+    return replace(
+        known,
+        flops_per_s={**known.flops_per_s, **given},
+        bytes_per_s=overrides.get(MEMORY, known.bytes_per_s),
+        source="as given" + (f", else {known.source}" if known.source else ""),
     )
 
 
@@ -387,10 +387,10 @@ def _known_calls(
     own = owned.gpu.select("dur_ns", "ts_ns", pl.col("name").cast(pl.String), row=pl.Series(row))
     if steps is None:
         own = own.filter(pl.col("ts_ns").is_between(low, high) | (pl.col("row") >= 0))
-    names = own["name"]
-    distinct = names.unique()
-    found = distinct.filter(pl.Series(map(is_matrix_work, distinct.to_list()), dtype=pl.Boolean))
-    own = own.with_columns(is_matrix=names.is_in(found.implode()))
+    is_matrix = {name: is_matrix_work(name) for name in own["name"].unique()}
+    own = own.with_columns(
+        is_matrix=pl.col("name").replace_strict(is_matrix, default=False, return_dtype=pl.Boolean)
+    )
     time = own.filter(pl.col("row") >= 0).sort("dur_ns", descending=True).group_by("row").agg(
         time_ns=pl.col("dur_ns").sum(), kernel=pl.col("name").first()
     )  # fmt: skip
@@ -404,14 +404,10 @@ def _known_calls(
 
 def with_tensor_cores(calls: pl.DataFrame) -> pl.DataFrame:
     """Products of fp32 that ran on tensor cores are tf32, by the name of their kernel."""
-    names = [
-        name for name in calls["kernel"].unique().to_list() if name and uses_tensor_cores(name)
-    ]
+    names = list(filter(uses_tensor_cores, calls["kernel"].drop_nulls().unique()))
     tensor = pl.col("kernel").is_in(names) & (pl.col("precision") == "fp32")
-    return calls.with_columns(
-        precision=pl.when(tensor & pl.col("kind").is_in(MATRIX)).then(pl.lit("tf32"))
-        .otherwise(pl.col("precision"))
-    )  # fmt: skip
+    tf32 = pl.when(tensor & pl.col("kind").is_in(MATRIX)).then(pl.lit("tf32"))
+    return calls.with_columns(precision=tf32.otherwise("precision"))
 
 
 def calls_with_work(
@@ -449,18 +445,13 @@ def calls_with_work(
     above = tree.parent[calls["row"].to_numpy()]
     again = calls["name"] == tree.names_at(above)
     calls = calls.filter(~pl.col("row").is_in(above[again.fill_null(value=False).to_numpy()]))
-    # Whether a call is composed of others whose work is known.
+    # Whether a call is composed of others whose work is known: the innermost one counts, also of
+    # two composed ones, such as matmul in linear.
     composed = calls["name"].is_in(list(COMPOSED - set(own))).to_numpy()
     rows = calls["row"].to_numpy()
     holds = np.zeros(len(tree.parent), dtype=np.bool_)
-    for _, above in tree.outwards(tree.parent[rows[~composed]]):
+    for _, above in tree.outwards(tree.parent[rows]):
         holds[above] = True
-    # Of two composed ones, such as matmul in linear, the inner one counts.
-    order = np.argsort(-tree.depth[rows], kind="stable")
-    for row in rows[order[composed[order]]].tolist():
-        if not holds[row]:
-            for _, above in tree.outwards(tree.parent[[row]]):
-                holds[above] = True
     calls = calls.filter(~pl.Series(composed & holds[rows]))
     # What is part of one that counts as a whole: of a convolution, of a list of tensors.
     as_whole = pl.col("kind").is_in([ATTENTION, CONVOLUTION, MOE, OPTIMIZER])
@@ -474,9 +465,7 @@ def calls_with_work(
 
 def nearest_rows(tree: CallTree, rows: Ints, chosen: Ints) -> Ints:
     """The innermost of the chosen rows around each row, itself included; -1 where there is none."""
-    is_chosen = np.zeros(len(tree.parent), dtype=np.bool_)
-    is_chosen[chosen] = True
-    return tree.climb(rows, is_chosen)
+    return tree.climb(rows, np.isin(np.arange(len(tree.parent)), chosen))
 
 
 REACHED = {

@@ -70,9 +70,13 @@ def arguments_of(dims: str | None, types: str | None) -> tuple[Argument, ...]:
 
 def _list_of(text: str | None) -> list[object] | None:
     """A list as JSON or as Python writes it, `[(4, 8), ()]`."""
-    plain = re.sub(r",(?=\s*\])", "", (text or "[]").replace("(", "[").replace(")", "]"))
+    plain = re.sub(r",(?=\s*\])", "", (text or "").replace("(", "[").replace(")", "]"))
+    return _list_in(plain.replace("'", '"'))
+
+
+def _list_in(text: str | None) -> list[object] | None:
     try:
-        found = json.loads(plain if "'" not in plain else plain.replace("'", '"'))
+        found = json.loads(text or "[]")
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, list) else None
@@ -80,11 +84,7 @@ def _list_of(text: str | None) -> list[object] | None:
 
 def values_of(concrete: str | None) -> tuple[str, ...]:
     """The arguments that are no tensors, as text; an empty text where it is one."""
-    try:
-        found = json.loads(concrete or "[]")
-    except (ValueError, RecursionError):
-        return ()
-    return tuple(map(str, found)) if isinstance(found, list) else ()
+    return tuple(map(str, _list_in(concrete) or ()))
 
 
 def _argument(shape: object, name: object) -> Argument:
@@ -99,11 +99,10 @@ def _argument(shape: object, name: object) -> Argument:
 
 
 def _shape(shape: object) -> tuple[int, ...] | None:
-    if not isinstance(shape, list) or len(shape) > _DIMENSIONS_LIMIT:
-        return None
-    if not all(type(size) is int and 0 <= size < _SIZE_LIMIT for size in shape):
-        return None
-    return tuple(shape)
+    is_shape = isinstance(shape, list) and len(shape) <= _DIMENSIONS_LIMIT and all(
+        type(size) is int and 0 <= size < _SIZE_LIMIT for size in shape
+    )  # fmt: skip
+    return tuple(shape) if is_shape else None  # type: ignore[arg-type]
 
 
 GEMM, CONVOLUTION, ATTENTION, MOE = "gemm", "convolution", "attention", "mixture of experts"
@@ -236,17 +235,20 @@ def _vector_product(call: Call, first: int) -> Work:
 def _convolution(call: Call) -> Work:
     """aten::convolution(input, weight, bias, stride, padding, dilation, transposed, ...)."""
     data, weight = call.tensor(0), call.tensor(1)
-    stride, padding, dilation = (call.numbers(at) for at in (3, 4, 5))
+    batch, places = data.shape[0], data.shape[2:]
+    # Stride, padding, dilation, output padding: one number may stand for all dimensions.
+    listed = [call.numbers(at) for at in (3, 4, 5, 7)]
+    numbers = [found if len(found) > 1 else found * len(places) for found in listed]
+    by_dimension = zip(places, weight.shape[2:], *numbers, strict=True)
     if call.flag(6):
-        out = _transposed_out(call, data, weight)
-        flops = 2 * data.shape[0] * math.prod(data.shape[2:]) * weight.count
+        sizes = [(size - 1) * step - 2 * pad + wide * (kernel - 1) + more + 1
+                 for size, kernel, step, pad, wide, more in by_dimension]  # fmt: skip
+        out = Tensor((batch, weight.shape[1] * int(call.values[8]), *sizes), data.type)
     else:
-        sizes = []
-        for at, (size, kernel) in enumerate(zip(data.shape[2:], weight.shape[2:], strict=True)):
-            reach = _at(dilation, at) * (kernel - 1) + 1
-            sizes.append((size + 2 * _at(padding, at) - reach) // _at(stride, at) + 1)
-        out = Tensor((data.shape[0], weight.shape[0], *sizes), data.type)
-        flops = 2 * data.shape[0] * math.prod(sizes) * weight.count
+        sizes = [(size + 2 * pad - wide * (kernel - 1) - 1) // step + 1
+                 for size, kernel, step, pad, wide, _ in by_dimension]  # fmt: skip
+        out, places = Tensor((batch, weight.shape[0], *sizes), data.type), tuple(sizes)
+    flops = 2 * batch * math.prod(places) * weight.count
     return _work(CONVOLUTION, flops, data, weight, out)
 
 
@@ -285,22 +287,6 @@ def _te_gemm(call: Call) -> Work:
     return _work(GEMM, flops, left, right, out, rows=columns)
 
 
-def _at(numbers: list[int], place: int) -> int:
-    """One number may stand for all dimensions."""
-    return numbers[place] if len(numbers) > 1 else numbers[0]
-
-
-def _transposed_out(call: Call, data: Tensor, weight: Tensor) -> Tensor:
-    stride, padding, dilation, more = (call.numbers(at) for at in (3, 4, 5, 7))
-    groups = int(call.values[8])
-    sizes = [
-        (size - 1) * _at(stride, at) - 2 * _at(padding, at)
-        + _at(dilation, at) * (kernel - 1) + _at(more, at) + 1
-        for at, (size, kernel) in enumerate(zip(data.shape[2:], weight.shape[2:], strict=True))
-    ]  # fmt: skip
-    return Tensor((data.shape[0], weight.shape[1] * groups, *sizes), data.type)
-
-
 def _convolution_backward(call: Call) -> Work:
     """aten::convolution_backward(grad_output, input, weight, ..., transposed at 7, mask at 10)."""
     grad, data, weight = (call.tensor(at) for at in range(3))
@@ -325,9 +311,8 @@ def _attention(
     keys, value_width = key.shape[-2], value.shape[-1]
     if heads_last:
         heads, length, keys = length, heads, key.shape[1]
-    steps = 2 * length * keys  # a multiplication and an addition for each pair
-    if call.flag(causal):
-        steps = _causal_steps(length, keys)
+    # Otherwise a multiplication and an addition for each pair.
+    steps = _causal_steps(length, keys) if call.flag(causal) else 2 * length * keys
     scores, mix = (batch * heads * steps * size for size in (width, value_width))
     out = Tensor((batch, heads, length, value_width), query.type)  # in whatever order
     precision = PRECISIONS.get(query.type)
@@ -362,10 +347,9 @@ def _fused_moe(call: Call) -> Work:
 
 def _causal_steps(length: int, keys: int) -> int:
     """Of pairs that are not masked; of equal lengths half, by the convention of all who count."""
-    if length == keys:
-        return length * keys
     short = min(length, keys)
-    return short * (short + 1) + 2 * max(0, length - keys) * keys
+    several = short * (short + 1) + 2 * max(0, length - keys) * keys
+    return length * keys if length == keys else several
 
 
 @_family

@@ -351,13 +351,9 @@ class TraceQuestions(RankTraces):
         """
         from haiprof.trace_analysis.critical_path import DATA_LOADING, critical_path
 
-        return critical_path(
-            self._trace_of(rank),
-            steps=steps,
-            annotation=annotation,
-            instance=instance,
-            data_loading=DATA_LOADING if data_loading is None else data_loading,
-        )
+        pattern = DATA_LOADING if data_loading is None else data_loading
+        return critical_path(self._trace_of(rank), steps=steps, annotation=annotation,
+                             instance=instance, data_loading=pattern)  # fmt: skip
 
     def overlay_critical_path(
         self, path: CriticalPath, rank: int | None = None, *, folder: str | Path | None = None,
