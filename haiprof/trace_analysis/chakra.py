@@ -20,23 +20,7 @@ from haiprof.trace_analysis.call_tree import climb, depths
 from haiprof.trace_analysis.collectives import kind_of
 from haiprof.trace_analysis.device_time import MEMORY_CATEGORIES
 from haiprof.trace_analysis.execution_link import execution_files, link, pairs
-from haiprof.trace_format.chakra import (
-    COLLECTIVES,
-    COMM_COLL,
-    COMM_RECV,
-    COMM_SEND,
-    COMMUNICATION,
-    COMP,
-    MEM_LOAD,
-    MEM_STORE,
-    METADATA,
-    NODE_TYPES,
-    Attribute,
-    delimit,
-    global_metadata,
-    io_info,
-    node,
-)
+from haiprof.trace_format import chakra
 from haiprof.trace_format.execution import (
     ATTRIBUTE_NAMES,
     COLUMN_OF_ATTRIBUTE,
@@ -52,7 +36,7 @@ _KERNEL = re.compile(r"^(?:void )?(?:nccl|rccl|hccl)|nccl(?:Dev)?Kernel|rcclKern
 _BACKEND = re.compile(f"^(?:{GPU_BACKENDS}|{HOST_BACKENDS}):")
 _TO_DEVICE = re.compile(r"HtoD|Host ?To ?Device|HostToDevice", re.IGNORECASE)
 _ANCESTORS = 4  # nccl:all_to_all, record_param_comms, c10d::alltoall_base_ and one more
-_ROLES = {"send": COMM_SEND, "receive": COMM_RECV}
+_ROLES = {"send": chakra.COMM_SEND, "receive": chakra.COMM_RECV}
 
 TYPE_SCHEMA: dict[str, Any] = {
     "type": pl.Int64, "collective_kind": pl.String, "comm_bytes": pl.Int64, "peer": pl.Int64,
@@ -61,6 +45,7 @@ TYPE_SCHEMA: dict[str, Any] = {
 
 
 _Row = tuple[int, str | None, int | None, int | None, int | None, str | None]
+_NOTHING = (None, None, None, None, None)
 
 
 class _Rows:
@@ -85,13 +70,12 @@ class _Rows:
     def type_of(self, at: int) -> _Row:
         name, category = self.rows[at]["name"], self.rows[at]["category"]
         if name == GROUPS_NOTE:
-            return METADATA, None, None, None, None, None
+            return chakra.METADATA, *_NOTHING
         if category in MEMORY_CATEGORIES:
-            moves = MEM_LOAD if _TO_DEVICE.search(name) else MEM_STORE
-            return moves, None, None, None, None, None
+            return chakra.MEM_LOAD if _TO_DEVICE.search(name) else chakra.MEM_STORE, *_NOTHING
         pattern = _BACKEND if category is None else _KERNEL
         if not pattern.search(name) or (category is None and at in self.launched):
-            return COMP, None, None, None, None, None
+            return chakra.COMP, *_NOTHING
         chain, above = [at], at
         while len(chain) <= _ANCESTORS and (above := self.parents[above]) >= 0:
             chain.append(above)
@@ -101,12 +85,12 @@ class _Rows:
         plain = [kind for kind in kinds if kind not in ("other", "send_receive")]
         kind = plain[0] if plain else kinds[0]
         if category is None and kind == "other":
-            return COMP, None, None, None, None, None
+            return chakra.COMP, *_NOTHING
         peer, tag = _peer(around) if kind in _ROLES else (None, None)
         groups = (row["process_group"] for row in around if row["process_group"])
         size = next((size for row in around if (size := _input_bytes(row)) is not None), None)
         group = next(groups, self.only_group)
-        return _ROLES.get(kind, COMM_COLL), kind, size, peer, tag, group
+        return _ROLES.get(kind, chakra.COMM_COLL), kind, size, peer, tag, group
 
 
 def _input_bytes(row: dict[str, Any]) -> int | None:
@@ -247,14 +231,16 @@ class ChakraGraph:
     def type_counts(self) -> dict[str, int]:
         """Nodes by type."""
         counted = self.nodes["type"].value_counts().sort("type").iter_rows()
-        return {NODE_TYPES[kind]: count for kind, count in counted}
+        return {chakra.NODE_TYPES[kind]: count for kind, count in counted}
 
     @property
     def notes(self) -> list[str]:
         """What a person must know."""
         kind, size = pl.col("collective_kind"), pl.col("comm_bytes")
-        talking = self.nodes.filter(pl.col("type").is_in(COMMUNICATION))
-        nameless = talking.filter((pl.col("type") == COMM_COLL) & ~kind.is_in(list(COLLECTIVES)))
+        talking = self.nodes.filter(pl.col("type").is_in(chakra.COMMUNICATION))
+        nameless = talking.filter(
+            (pl.col("type") == chakra.COMM_COLL) & ~kind.is_in(list(chakra.COLLECTIVES))
+        )
         sizeless = talking.filter(size.is_null() & (kind != "barrier"))
         groupless = talking["group"].null_count()
         counted = (
@@ -291,9 +277,9 @@ def write_chakra(path: Path, graph: ChakraGraph) -> None:
         with whole_file(path, below=path.parent) as file:
             said = graph.header.items()
             plain = {key: value for key, value in said if isinstance(value, (int, str, bool))}
-            file.write(delimit(global_metadata({**plain, "rank": graph.rank})))
+            file.write(chakra.delimit(chakra.global_metadata({**plain, "rank": graph.rank})))
             for message in _messages(graph):
-                file.write(delimit(message))
+                file.write(chakra.delimit(message))
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror or error})") from None
 
@@ -302,7 +288,7 @@ def _messages(graph: ChakraGraph) -> Iterator[bytes]:
     before = dict(graph.edges.group_by("after").agg(pl.col("before").sort()).iter_rows())
     for row in graph.nodes.iter_rows(named=True):
         # Attributes with the names of Chakra's converter, then exact times, then communication's.
-        found: dict[str, Attribute | None] = {
+        found: dict[str, chakra.Attribute | None] = {
             **{name: row[COLUMN_OF_ATTRIBUTE[name]] for name in ATTRIBUTE_NAMES},
             "op_schema": row["op_schema"] or "",
             "is_cpu_op": row["category"] is None,
@@ -310,34 +296,25 @@ def _messages(graph: ChakraGraph) -> Iterator[bytes]:
         }
         if row["category"] is not None:
             found |= {"stream": row["stream"], "device": row["device"], "tensor_size": row["bytes"]}
-        if row["type"] in COMMUNICATION:
+        if row["type"] in chakra.COMMUNICATION:
             found |= {"comm_size": row["comm_bytes"], "pg_name": row["group"]}
-            found |= {"comm_type": COLLECTIVES.get(row["collective_kind"] or "")}
-        if row["type"] == COMM_SEND:
-            found |= {"comm_dst": row["peer"], "comm_tag": row["tag"], "comm_type": None}
-        if row["type"] == COMM_RECV:
-            found |= {"comm_src": row["peer"], "comm_tag": row["tag"], "comm_type": None}
-        yield node(
-            row["node"],
-            row["name"],
-            row["type"],
-            control=[] if row["parent"] is None else [row["parent"]],
-            data=before.get(row["node"], []),
-            start_us=_micros(row["ts_ns"]),
-            duration_us=_micros(row["self_ns"]),
-            inputs=_io(row, "input"),
-            outputs=_io(row, "output"),
-            attributes=found,
+            found |= {"comm_type": chakra.COLLECTIVES.get(row["collective_kind"] or "")}
+        if row["type"] in (chakra.COMM_SEND, chakra.COMM_RECV):
+            end = "comm_dst" if row["type"] == chakra.COMM_SEND else "comm_src"
+            found |= {end: row["peer"], "comm_tag": row["tag"], "comm_type": None}
+        times = (row[name] for name in ("ts_ns", "self_ns"))
+        start_us, duration_us = (None if ns is None else max(0, ns) // 1000 for ns in times)
+        inputs, outputs = (
+            chakra.io_info(
+                *(row[f"{direction}_{part}"] or "[]" for part in ("values", "shapes", "types"))
+            )
+            for direction in ("input", "output")
         )
-
-
-def _micros(ns: int | None) -> int | None:
-    return None if ns is None else max(0, ns) // 1000
-
-
-def _io(row: dict[str, Any], direction: str) -> bytes:
-    parts = ("values", "shapes", "types")
-    return io_info(*(row[f"{direction}_{part}"] or "[]" for part in parts))
+        yield chakra.node(
+            row["node"], row["name"], row["type"], start_us=start_us, duration_us=duration_us,
+            control=[] if row["parent"] is None else [row["parent"]],
+            data=before.get(row["node"], []), inputs=inputs, outputs=outputs, attributes=found,
+        )  # fmt: skip
 
 
 def graphs(
@@ -431,7 +408,7 @@ def draw_graph(
     place = {number: at for at, number in enumerate(nodes["node"].to_list())}
     parent = np.array([place.get(number, -1) for number in nodes["parent"].to_list()], np.int64)
     apart = nodes.select(
-        pl.col("category").is_not_null() & pl.col("type").is_in(COMMUNICATION)
+        pl.col("category").is_not_null() & pl.col("type").is_in(chakra.COMMUNICATION)
     ).to_series().to_numpy()  # fmt: skip
     deep = depths(parent)
     assert deep is not None, "callers are resolved where an execution trace is read"
@@ -445,13 +422,13 @@ def draw_graph(
     grouped = nodes.with_columns(of=pl.Series(representative)).group_by("of").agg(
         folded_count=pl.len().cast(pl.Int64) - 1,
         self_ns=pl.when(pl.col("self_ns").is_not_null().any()).then(pl.col("self_ns").sum()),
-        has_gpu=(pl.col("category").is_not_null() & (pl.col("type") == COMP)).any(),
+        has_gpu=(pl.col("category").is_not_null() & (pl.col("type") == chakra.COMP)).any(),
     )  # fmt: skip
     own = nodes.select(
         "node", "name", "type", "category", "ts_ns", "collective_kind", bytes="comm_bytes"
     )
     found = own.join(grouped, left_on="node", right_on="of", how="inner").sort("node")
-    kind = pl.col("type").replace_strict(NODE_TYPES, return_dtype=pl.String)
+    kind = pl.col("type").replace_strict(chakra.NODE_TYPES, return_dtype=pl.String)
     of_gpu = (pl.col("category").is_not_null() | pl.col("has_gpu")).alias("gpu")
     rest = ("folded_count", "self_ns", "bytes", "collective_kind", "ts_ns")
     table = found.select("node", "name", kind, of_gpu, *rest)
@@ -494,9 +471,8 @@ def _edges(
     found = both.join(known, left_on="before", right_on="number").join(
         known, left_on="after", right_on="number", suffix="_after"
     )
+    ends = ["before", "after"]
     plain = found.select(before="of", after="of_after", why="why")
-    seen = pl.col("before", "after").is_in(shown.implode())
-    plain = plain.filter(pl.col("before") != pl.col("after"), pl.all_horizontal(seen))
-    return plain.unique(["before", "after"], keep="first", maintain_order=True).sort(
-        "before", "after"
-    )
+    seen = pl.all_horizontal(pl.col(ends).is_in(shown.implode()))
+    plain = plain.filter(pl.col("before") != pl.col("after"), seen)
+    return plain.unique(ends, keep="first", maintain_order=True).sort(ends)

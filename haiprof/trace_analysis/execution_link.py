@@ -21,16 +21,9 @@ from haiprof.run_format.layout import (
     RAW_SUFFIX,
     TRACE_SUFFIX,
 )
+from haiprof.trace_analysis import dependencies
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree, nest, own_ns, take, thread_numbers
-from haiprof.trace_analysis.dependencies import (
-    COPY,
-    DEVICE,
-    LONG_GAP_NS,
-    STREAM,
-    device_events,
-    host_waits,
-)
 from haiprof.trace_format.execution import (
     NODE_SCHEMA,
     ExecutionTrace,
@@ -145,12 +138,9 @@ def _pair_by_key(traces: Sequence[Trace], found: Sequence[Path]) -> dict[int, Pa
 
 def _unique(signed: Iterable[tuple[object, int | Path]]) -> dict[object, Any]:
     """Items by key; empty where a key is missing or ambiguous."""
-    found: dict[object, Any] = {}
-    for sign, value in signed:
-        if sign is None or sign in found:
-            return {}
-        found[sign] = value
-    return found
+    items = list(signed)
+    found: dict[object, Any] = dict(items)
+    return found if len(found) == len(items) and None not in found else {}
 
 
 DIFFERENCE_LIMIT = 500
@@ -352,15 +342,13 @@ _LISTS = pl.List(pl.Int64)
 def thread_dependencies(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> pl.Series:
     """The node of another thread that the first node after a gap in its own thread waited for."""
     linked = np.flatnonzero(row >= 0)
+    at = row[linked]
     begun = pl.DataFrame({
-        "place": linked,
-        "node": nodes["node"].gather(linked),
-        "thread": thread_numbers(tree.spans)[row[linked]],
-        "start": tree.starts[row[linked]],
-        "end": tree.ends[row[linked]],
+        "place": linked, "node": nodes["node"].gather(linked),
+        "thread": thread_numbers(tree.spans)[at], "start": tree.starts[at], "end": tree.ends[at],
     }).sort("start", "place")  # fmt: skip
     gap = pl.col("start") - pl.col("end").shift(1).over("thread")
-    first = begun.filter(gap.is_null() | (gap > LONG_GAP_NS))
+    first = begun.filter(gap.is_null() | (gap > dependencies.LONG_GAP_NS))
     found = np.full(len(nodes), None, dtype=object)
     for key, group in first.group_by("thread"):
         others = begun.filter(pl.col("thread") != key[0])
@@ -379,13 +367,13 @@ def sync_dependencies(
     today's pandas (chakra#217).
     """
     found: list[list[int]] = [[] for _ in range(len(nodes))]
-    gpu = device_events(trace)
+    gpu = dependencies.device_events(trace)
     if not len(numbers) or not len(gpu.calls.find(BLOCKING)):
         return pl.Series("sync_dependencies", found, dtype=_LISTS)
     # Calls that waited (when they ended), and the GPU event that each waited for.
     parts = [np.empty((0, 2), dtype=np.int64)]
-    for why, call, event, _ in host_waits(gpu):
-        if why in (COPY, DEVICE, STREAM):
+    for why, call, event, _ in dependencies.host_waits(gpu):
+        if why in (dependencies.COPY, dependencies.DEVICE, dependencies.STREAM):
             waited = (event >= 0) & (gpu.ends[event] > gpu.calls.starts[call])
             parts.append(np.stack([call, event], axis=1)[waited])
     pairs: Ints = np.concatenate(parts)
@@ -535,19 +523,13 @@ def _share(
     outside = (f"{found.outside_count} linked nodes do not begin within the operator of their "
                "parent: the observer noted another parent",)  # fmt: skip
     return LinkShare(
-        rank=pair.rank,
-        trace=str(pair.trace.path),
-        execution_trace=str(pair.execution.path),
-        linked_by=found.by,
-        node_count=len(nodes),
-        linkable_count=linkable,
-        linked_count=count,
+        rank=pair.rank, trace=str(pair.trace.path), execution_trace=str(pair.execution.path),
+        linked_by=found.by, node_count=len(nodes),
+        linkable_count=linkable, linked_count=count,
         linked_ratio=count / linkable if linkable else None,
-        operator_count=len(tree.parent),
-        operator_linked_count=count,
+        operator_count=len(tree.parent), operator_linked_count=count,
         operator_linked_ratio=count / len(tree.parent) if len(tree.parent) else None,
-        kernel_count=kernels,
-        kernel_linked_count=len(gpu),
+        kernel_count=kernels, kernel_linked_count=len(gpu),
         kernel_linked_ratio=len(gpu) / kernels if kernels else None,
         not_linked={reason: number for reason, number in not_linked.items() if number > 0},
         nodes_not_linked=_names(missing),

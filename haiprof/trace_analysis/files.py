@@ -115,21 +115,13 @@ class TraceFile:
 def trace_file(trace: Trace) -> TraceFile:
     """Describes one file; a question for a pool."""
     steps = trace.steps["step"].to_list()
-    checked = trace.checked
-    start_ns, end_ns = checked.window or (None, None)
+    start_ns, end_ns = trace.checked.window or (None, None)
     return TraceFile(
-        path=trace.path,
-        rank=trace.rank,
-        world_size=trace.world_size,
-        first_step=min(steps, default=None),
-        last_step=max(steps, default=None),
-        report=trace.report,
-        start_ns=start_ns,
-        end_ns=end_ns,
-        findings=checked.findings,
-        host=host_name(trace),
-        device_name=device_name(trace),
-    )
+        path=trace.path, rank=trace.rank, world_size=trace.world_size,
+        first_step=min(steps, default=None), last_step=max(steps, default=None),
+        report=trace.report, start_ns=start_ns, end_ns=end_ns, findings=trace.checked.findings,
+        host=host_name(trace), device_name=device_name(trace),
+    )  # fmt: skip
 
 
 def host_name(trace: Trace) -> str | None:

@@ -25,20 +25,13 @@ from haiprof.base.intervals import (
 )
 from haiprof.base.units import ratio_text
 from haiprof.run_format.unpack import read_text
+from haiprof.trace_analysis import call_tree, report_cache
 from haiprof.trace_analysis.arrivals import (
     WAITS,
     arrival_lateness,
     arrivals,
     collectives,
     who_is_late,
-)
-from haiprof.trace_analysis.call_tree import (
-    CallTree,
-    nest,
-    python_calls,
-    stack_texts,
-    stacks,
-    total_and_own,
 )
 from haiprof.trace_analysis.collectives import (
     KERNELS_SCHEMA,
@@ -72,16 +65,6 @@ from haiprof.trace_analysis.kernel_names import (
     with_geometry,
 )
 from haiprof.trace_analysis.pool import Pool, Progress, default_pool
-from haiprof.trace_analysis.report_cache import (
-    UNFIT,
-    Answer,
-    Reduced,
-    cached_answers,
-    common_steps,
-    pack_answers,
-    unpack_reduced,
-    write_reduced,
-)
 from haiprof.trace_format.find import FUNCTIONS_SUFFIX, by_rank, window_files
 from haiprof.trace_format.frame_columns import Columns, Type, types_of
 from haiprof.trace_format.kineto.columns import has_name
@@ -100,11 +83,11 @@ def pattern_window(trace: Trace, steps: Steps) -> PatternWindow:
     if steps is not None:
         return PatternWindow(*step_window(trace, steps))
     tables = (trace.gpu, trace.runtime, trace.ops, trace.python, trace.annotations)
-    ends = [(table["ts_ns"] + table["dur_ns"]).to_numpy().max() for table in tables if len(table)]
-    if not ends:
+    times = pl.concat([table.select("ts_ns", "dur_ns") for table in tables])
+    if times.is_empty():
         raise MissingDataError(f"{trace.path}: no event with a time in it")
-    return PatternWindow(min(int(table["ts_ns"].to_numpy()[0]) for table in tables if len(table)),
-                  int(max(ends)))  # fmt: skip
+    end = pl.col("ts_ns") + pl.col("dur_ns")
+    return PatternWindow(*times.select(pl.col("ts_ns").min(), end.max().alias("end")).row(0))
 
 
 def function_times(events: pl.DataFrame, free: Intervals, count: int) -> tuple[Ints, Ints]:
@@ -129,35 +112,32 @@ _COLUMNS = ("name", "ts_ns", "dur_ns", "pid", "tid")
 _OF_STACKS = ("name", "count", "total_ns", "median_ns", "covered_ns", "bottleneck_ns")
 
 
-def host_calls(trace: Trace) -> CallTree | None:
+def host_calls(trace: Trace) -> call_tree.CallTree | None:
     """Calls of Python functions and operators, nested by their times; None where there are none.
 
     A thread without an operator or a call of the runtime only waits: it is left out beside others.
     """
-    python = python_calls(trace).select(_COLUMNS)
+    python = call_tree.python_calls(trace).select(_COLUMNS)
     operators = trace.ops.select(_COLUMNS).with_columns(pl.col("name").cast(python["name"].dtype))
-    parts = [python, operators]
-    spans = pl.concat(part for part in parts if len(part)) if any(map(len, parts)) else parts[0]
+    spans = pl.concat([python, operators])
     spans = spans.filter(~has_name(spans, "^ProfilerStep#"))
     works = pl.concat([trace.ops.select("pid", "tid"), trace.runtime.select("pid", "tid")]).unique()
     working = spans.join(works, on=["pid", "tid"], how="semi", maintain_order="left")
     spans = spans if working.is_empty() else working
-    if spans.is_empty():
-        return None
-    return nest(spans)
+    return None if spans.is_empty() else call_tree.nest(spans)
 
 
 def stack_times(
-    tree: CallTree, window: PatternWindow, free: Intervals, *, least_ns: int
+    tree: call_tree.CallTree, window: PatternWindow, free: Intervals, *, least_ns: int
 ) -> pl.DataFrame:
     """Own time of each call stack, of all threads together."""
     starts = np.clip(tree.starts, window.start, window.end)
     ends = np.clip(tree.starts + tree.spans["dur_ns"].to_numpy(), window.start, window.end)
-    (_, own), (_, lone) = total_and_own(
+    (_, own), (_, lone) = call_tree.total_and_own(
         starts, ends, tree.parent,
         lambda begin, end: end - begin, lambda begin, end: covered_lengths(free, begin, end),
     )  # fmt: skip
-    found = stacks(tree.spans, tree.parent)
+    found = call_tree.stacks(tree.spans, tree.parent)
     assert found is not None, "what encloses a span comes before it"
     late = tree.starts + tree.spans["dur_ns"].to_numpy() > window.start
     rows = pl.DataFrame(
@@ -173,19 +153,13 @@ def stack_times(
     # By text: the same stack on two threads is one.
     kept = summed.filter(pl.col("covered_ns") > 0).sort("stack")
     names = found.names.str.replace_all("|", "/", literal=True)
-    texts = stack_texts(found._replace(names=names))
-    named = kept.with_columns(
-        texts.gather(kept["stack"].cast(pl.UInt32)).str.replace_all(";", "|").alias("name")
+    texts = call_tree.stack_texts(found._replace(names=names)).gather(kept["stack"].cast(pl.UInt32))
+    table = kept.group_by(texts.str.replace_all(";", "|").alias("name")).agg(
+        pl.col("count", "total_ns", "covered_ns", "bottleneck_ns").sum(),
+        median_ns=pl.col("durations").explode().median(),
     )
-    return (
-        named.group_by("name")
-        .agg(
-            pl.col("count", "total_ns", "covered_ns", "bottleneck_ns").sum(),
-            median_ns=pl.col("durations").explode().median(),
-        )
-        .filter(pl.col("covered_ns") >= least_ns)
-        .select(pl.col(name).cast(FUNCTIONS_SCHEMA[name]) for name in _OF_STACKS)
-    )
+    kinds = [pl.col(name).cast(FUNCTIONS_SCHEMA[name]) for name in _OF_STACKS]
+    return table.filter(pl.col("covered_ns") >= least_ns).select(kinds)
 
 
 KEPT_RATIO = 0.0005
@@ -337,7 +311,7 @@ def _kind(
     rows = coded.filter((pl.col("ts_ns") < window.end) & (end > window.start))
     cut = _cut(coded, window)
     more, weight = [], pl.col("dur_ns")
-    for column, deviation in ((_FILL, "occupancy_std"), (_RATE, "bandwidth_std_bytes_per_s")):
+    for column, deviation in ((_FILL, "occupancy_std"), (_RATE, _SPREAD)):
         if column in rows.columns:  # known of every call that takes time
             value = pl.col(column)
             known = (weight.sum() > 0) & ((weight == 0) | value.is_not_null()).all()
@@ -355,10 +329,7 @@ def _kind(
     )
     length, own = function_times(cut, free, int(code.max(initial=-1)) + 1)
     at = table["code"].to_numpy()
-    timed = table.with_columns(
-        pl.Series("covered_ns", length[at], dtype=pl.Int64),
-        pl.Series("bottleneck_ns", own[at], dtype=pl.Int64),
-    )
+    timed = table.with_columns(covered_ns=pl.Series(length[at]), bottleneck_ns=pl.Series(own[at]))
     return timed.drop("code"), union_of(cut)
 
 
@@ -427,7 +398,7 @@ def _cut(events: pl.DataFrame, window: PatternWindow) -> pl.DataFrame:
     return events.with_columns(ts_ns=start, dur_ns=end - start).filter(pl.col("dur_ns") > 0)
 
 
-_RATE_COLUMN, _SPREAD = "bandwidth_bytes_per_s", "bandwidth_std_bytes_per_s"
+_SPREAD = "bandwidth_std_bytes_per_s"
 _RANK_KEYS = ["rank", "type", "name"]
 
 
@@ -479,7 +450,7 @@ def gather_patterns(workers: Mapping[int, RankFunctions]) -> Patterns:
     lacks = talks & pl.col("own_rate").is_null()
     return Patterns(
         functions=moved.with_columns(
-            pl.when(talks).then("own_rate").otherwise(_RATE_COLUMN).alias(_RATE_COLUMN),
+            pl.when(talks).then("own_rate").otherwise(_RATE).alias(_RATE),
             pl.when(talks).then("own_spread").otherwise(_SPREAD).alias(_SPREAD),
             missing=pl.when(lacks).then(pl.coalesce("missing", alone)),
         ).drop("own_rate", "own_spread"),
@@ -494,18 +465,15 @@ def gather_patterns(workers: Mapping[int, RankFunctions]) -> Patterns:
 
 def _throughput(waits: pl.DataFrame) -> pl.DataFrame:
     """Per rank and function: `wait_ns`, `transfer_ns`, bus bandwidth and its deviation."""
-    bus, whole = pl.col("bus_bandwidth_bytes_per_s"), pl.col("transfer_ns")
-    work = collectives(waits).select("collective", work=bus * whole)
-    rows = with_transfer_type(waits.join(work, on="collective", how="left"))
-    time = pl.col("transfer_ns")
-    timed = time.is_not_null() & pl.col("work").is_not_null() & (time > 0)
-    rate = pl.col("work") / time
+    bus, time, work = map(pl.col, ("bus_bandwidth_bytes_per_s", "transfer_ns", "work"))
+    sized = collectives(waits).select("collective", work=bus * time)
+    rows = with_transfer_type(waits.join(sized, on="collective", how="left"))
+    timed = pl.when(work.is_not_null() & (time > 0))
+    unsized = pl.when(work.is_null()).then(pl.lit("sizes were not recorded"))
     weighted = rows.with_columns(
-        rate=pl.when(timed).then(rate),
-        weight=pl.when(timed).then(time),
-        missing=pl.coalesce(
-            "missing", pl.when(pl.col("work").is_null()).then(pl.lit("sizes were not recorded"))
-        ),
+        rate=timed.then(work / time),
+        weight=timed.then(time),
+        missing=pl.coalesce("missing", unsized),
     )
     mean, spread = weighted_mean(pl.col("rate"), pl.col("weight"))
     known = pl.col("weight").sum() > 0
@@ -523,7 +491,7 @@ def cached_patterns(
     compute: Callable[[Sequence[Path]], Sequence[RankFunctions]],
 ) -> list[RankFunctions]:
     """The pattern of each trace, computed where it is not cached."""
-    found = cached_answers(paths, "patterns", options, RankFunctions._fields,
+    found = report_cache.cached_answers(paths, "patterns", options, RankFunctions._fields,
                            lambda left: [each._asdict() for each in compute(left)])  # fmt: skip
     return [RankFunctions(**each) for each in found]  # type: ignore[arg-type] # all are frames
 
@@ -565,28 +533,23 @@ def _of_kind(kind: str, events: pl.DataFrame, samples: pl.DataFrame) -> Iterator
     texts = events.with_columns(pl.col("type", "name").cast(pl.String))
     for (type_, name), own in texts.group_by("type", "name", maintain_order=True):
         functions.append((str(type_), str(name), union_of(own)))
+    value, weight = pl.col("value"), pl.col("weight")
+    mean, spread = weighted_mean(value, weight)
     for series in samples.partition_by(_SERIES):
         times = np.unique(series["time_ns"].to_numpy())
-        if len(times) < 2 or events.is_empty():
-            continue
+        intervals = np.diff(times)
         for type_, name, spans in functions:
             ran = covered_lengths(spans, times[:-1], times[1:])
-            intervals = np.diff(times)
             weights: Floats = np.where(ran >= MAJORITY_RATIO * intervals, ran, 0).astype(np.float64)
             if not weights.any():
                 continue
             known = pl.DataFrame({"time_ns": times[1:], "weight": weights})
-            value, weight = pl.col("value"), pl.col("weight")
-            mean, spread = weighted_mean(value, weight)
             rows = series.join(known.filter(weight > 0), on="time_ns")
             found = rows.group_by(*_SERIES, "metric", "unit", maintain_order=True).agg(
-                mean=mean,
-                std=spread,
-                min=value.min(),
-                max=value.max(),
+                mean=mean, std=spread, min=value.min(), max=value.max(),
                 sample_count=pl.len().cast(pl.Int64),
                 interval_ns=pl.lit(int(np.median(intervals)), pl.Int64),
-            )
+            )  # fmt: skip
             yield found.select(
                 pl.lit(kind).alias("kind"), pl.lit(type_, pl.String).alias("type"),
                 pl.lit(name, pl.String).alias("name"), *list(COUNTERS_SCHEMA)[3:],
@@ -619,11 +582,9 @@ def reduce_patterns(
     pool = pool or default_pool(traces)
     options = {"steps": steps, "geometry": geometry}
     found = pool.map(file_and_pattern, traces, options, progress)
-    return [
-        write_reduced(folder / f"{trace.name}{FUNCTIONS_SUFFIX}",
-                      pack_pattern(steps, file, pattern, geometry=geometry))
-        for trace, (file, pattern) in zip(traces, found, strict=True)
-    ]  # fmt: skip
+    data = (pack_pattern(steps, file, pattern, geometry=geometry) for file, pattern in found)
+    paths = (folder / f"{trace.name}{FUNCTIONS_SUFFIX}" for trace in traces)
+    return list(map(report_cache.write_reduced, paths, data))
 
 
 def file_and_pattern(
@@ -633,17 +594,17 @@ def file_and_pattern(
     return trace_file(trace), worker_pattern(trace, steps=steps, geometry=geometry)
 
 
-def read_pattern(path: Path) -> tuple[Reduced, TraceFile, RankFunctions]:
+def read_pattern(path: Path) -> tuple[report_cache.Reduced, TraceFile, RankFunctions]:
     """The content of a file, the trace that it was made of, and its pattern."""
     try:
         data = read_text(path, limit_bytes=_TEXT_LIMIT_BYTES)
-        found = unpack_reduced(data, path, "haiprof_functions", VERSION)
+        found = report_cache.unpack_reduced(data, path, "haiprof_functions", VERSION)
         file, head = found.answers["file"], found.head
         if not isinstance(file, TraceFile):
             raise TypeError("no trace file")
         known = {"geometry": bool(head["geometry"]), "left_out": list(map(str, head["left_out"]))}
         return replace(found, head=known), file, _pattern(found.answers)
-    except UNFIT as error:
+    except report_cache.UNFIT as error:
         raise TraceFormatError(
             f"{path}: no functions that this haiprof can read: {error}",
             hint="haiprof trace functions TRACES --reduce DIR writes them again",
@@ -654,7 +615,9 @@ def patterns_of_files(paths: Sequence[Path], asked: Steps, *, geometry: bool = F
     """The patterns of all ranks, as from their traces but for what each file has left out."""
     every = [read_pattern(path) for path in paths]
     read = {file.path: (found, pattern) for found, file, pattern in every}
-    common_steps([found for found, _ in read.values()], asked, command="trace functions")
+    report_cache.common_steps(
+        [found for found, _ in read.values()], asked, command="trace functions"
+    )
     known = [found.head["geometry"] for found, _ in read.values()]
     if not all(known) and (geometry or any(known)):
         raise MissingDataError(
@@ -679,7 +642,7 @@ def pack_pattern(
                 "left_out": _left_out(pattern, content)}  # fmt: skip
         # Times as small numbers, of which gzip makes more.
         first = (pl.col(name).diff().fill_null(pl.col(name)) for name in ("event", "start_ns"))
-        answers: dict[str, Answer] = {
+        answers: dict[str, report_cache.Answer] = {
             "file": file,
             "functions": content.functions.select(list(_STORED)),
             "totals": content.totals,
@@ -687,12 +650,12 @@ def pack_pattern(
                 *first, end_ns=pl.col("end_ns") - pl.col("start_ns")
             ),
         }
-        text = json.dumps(head).encode() + b"\n" + pack_answers(answers, plain=True)
+        text = json.dumps(head).encode() + b"\n" + report_cache.pack_answers(answers, plain=True)
         data = gzip.compress(text, _LEVEL, mtime=0)
         if len(data) <= SIZE_LIMIT_BYTES or not (len(functions) or len(collectives)):
             return data
         excess = len(data) - SIZE_LIMIT_BYTES
-        sizes = [len(gzip.compress(pack_answers({"": frame}, plain=True), _LEVEL))
+        sizes = [len(gzip.compress(report_cache.pack_answers({"": frame}, plain=True), _LEVEL))
                  for frame in (functions, collectives)]  # fmt: skip
         kept = min(_SHRINK, max(1 - excess / max(sizes), 1 / 3))  # at least a third of the rows
         if sizes[0] > sizes[1]:
@@ -717,7 +680,7 @@ def _left_out(whole: RankFunctions, kept: RankFunctions) -> list[str]:
     return lacks
 
 
-def _pattern(answers: Mapping[str, Answer]) -> RankFunctions:
+def _pattern(answers: Mapping[str, report_cache.Answer]) -> RankFunctions:
     functions = _frame(answers["functions"], _STORED)
     totals = _frame(answers["totals"], TOTALS_SCHEMA)
     collectives = _frame(answers["collectives"], KERNELS_SCHEMA)
@@ -731,7 +694,7 @@ def _pattern(answers: Mapping[str, Answer]) -> RankFunctions:
     )
 
 
-def _frame(answer: Answer, schema: Mapping[str, Type]) -> pl.DataFrame:
+def _frame(answer: report_cache.Answer, schema: Mapping[str, Type]) -> pl.DataFrame:
     if not isinstance(answer, pl.DataFrame):
         raise TypeError("no frame")
     return answer.select(pl.col(name).cast(kind) for name, kind in schema.items())

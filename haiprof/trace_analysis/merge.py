@@ -13,45 +13,19 @@ from typing import Any
 import polars as pl
 
 from haiprof.base.errors import HaiprofError, RunFormatError, TraceFormatError
+from haiprof.run_analysis import step_frame
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, clock_offset_ns, open_run
-from haiprof.run_analysis.step_frame import (
-    GC_PHASE,
-    SAVE_PHASE,
-    load_segments,
-    phase_frame,
-    step_frame,
-)
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.collectives import RULE, RankClock, clock_notes, rank_clocks
 from haiprof.trace_analysis.device_time import gpu_events, step_window
 from haiprof.trace_analysis.files import TraceFile, check_frame, fault_lines, trace_file
 from haiprof.trace_analysis.pool import Progress as ReadProgress
 from haiprof.trace_analysis.pool import default_pool
+from haiprof.trace_format import merge, merge_inputs
 from haiprof.trace_format.find import MERGED_NAME
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import OF_EACH_RANK
-from haiprof.trace_format.merge import (
-    MergedTrace,
-    Progress,
-    Range,
-    RankPlan,
-    Track,
-    check_target,
-    write_merged,
-)
-from haiprof.trace_format.merge_inputs import (
-    COUNTERS_PLACE,
-    PHASES_PLACE,
-    StreamLanes,
-    TraceInput,
-    merge_files,
-    merge_inputs,
-    overlapping_events,
-    rank_pid,
-    sort_index,
-    stream_lanes,
-)
 
 MARGIN_NS = 2_000_000_000
 """Before and behind the traces: two samples of a second each."""
@@ -61,9 +35,9 @@ _STEPS, _PHASES, _PAUSES = range(3)
 
 
 def run_tracks(
-    run: RunFiles, inputs: Mapping[int, TraceInput], clocks: Mapping[int, RankClock],
-    options: MergeOptions, ranges: Mapping[int, Range],
-) -> Iterator[Track]:  # fmt: skip
+    run: RunFiles, inputs: Mapping[int, merge_inputs.TraceInput], clocks: Mapping[int, RankClock],
+    options: MergeOptions, ranges: Mapping[int, merge.Range],
+) -> Iterator[merge.Track]:  # fmt: skip
     """Tracks of a run's own records beside the ranks' traces; none without one that has times."""
     if not ranges:
         return
@@ -72,17 +46,16 @@ def run_tracks(
         for files in run.ranks
         if files.rank in clocks
     ]
-    for files, moved_ns in moved if options.phases else ():
-        if files.rank in ranges:
+    of_hosts: dict[str, list[int]] = {}
+    for files, moved_ns in moved:
+        of_hosts.setdefault(str(files.report.get("host")), []).append(moved_ns)
+        if options.phases and files.rank in ranges:
             yield from _phases(files, ranges[files.rank], moved_ns)
     if options.counters:
-        of_hosts: dict[str, list[int]] = {}
-        for files, moved_ns in moved:
-            of_hosts.setdefault(str(files.report.get("host")), []).append(moved_ns)
         yield from _counters(run, {host: round(median(n)) for host, n in of_hosts.items()}, ranges)
 
 
-def _moved_ns(files: RankFiles, trace: TraceInput, clock: RankClock) -> int:
+def _moved_ns(files: RankFiles, trace: merge_inputs.TraceInput, clock: RankClock) -> int:
     """What is subtracted from the Unix times of one rank's records."""
     said = trace.metadata.get("haiprof")
     recorded = files.clock_offset_ns
@@ -91,21 +64,21 @@ def _moved_ns(files: RankFiles, trace: TraceInput, clock: RankClock) -> int:
     return clock.moved_ns - set_ns
 
 
-def _phases(files: RankFiles, covered: Range, moved_ns: int) -> Iterator[Track]:
+def _phases(files: RankFiles, covered: merge.Range, moved_ns: int) -> Iterator[merge.Track]:
     """Steps, phases and pauses of one rank that touch the time of its trace."""
     try:
-        segments = load_segments(files)
+        segments = step_frame.load_segments(files)
     except RunFormatError:
         return  # the run's own reports say so
     # Training steps without the time of an evaluation within them, and spans of phases.
-    pause = pl.col("phase").is_in([GC_PHASE, SAVE_PHASE])
+    pause = pl.col("phase").is_in([step_frame.GC_PHASE, step_frame.SAVE_PHASE])
     thread = pl.when(pause).then(_PAUSES).otherwise(_PHASES).cast(pl.Int64)
     parts = (
-        step_frame(segments).select(
+        step_frame.step_frame(segments).select(
             "start_ns", "step", thread=pl.lit(_STEPS, pl.Int64), name=pl.format("step {}", "step"),
             duration_ns="step_ns", of=pl.lit(None, pl.String), self_ns=pl.lit(None, pl.Int64),
         ),
-        phase_frame(segments).select(
+        step_frame.phase_frame(segments).select(
             "start_ns", "step", thread=thread, name="phase", duration_ns="duration_ns", of="name",
             self_ns="self_ns",
         ),
@@ -117,18 +90,17 @@ def _phases(files: RankFiles, covered: Range, moved_ns: int) -> Iterator[Track]:
     )  # fmt: skip
     again = f", restart {files.attempt}" if files.attempt else ""
     if rows.height:
-        yield Track(
-            pid=rank_pid(files.rank, PHASES_PLACE),
-            name=f"rank {files.rank}: haiprof phases{again}",
-            sort_index=sort_index(files.rank, PHASES_PLACE),
-            threads=_THREADS,
+        yield merge.Track(
+            pid=merge_inputs.rank_pid(files.rank, merge_inputs.PHASES_PLACE), threads=_THREADS,
             spans=rows,
-        )
+            name=f"rank {files.rank}: haiprof phases{again}",
+            sort_index=merge_inputs.sort_index(files.rank, merge_inputs.PHASES_PLACE),
+        )  # fmt: skip
 
 
 def _counters(
-    run: RunFiles, moved: Mapping[str, int], ranges: Mapping[int, Range]
-) -> Iterator[Track]:
+    run: RunFiles, moved: Mapping[str, int], ranges: Mapping[int, merge.Range]
+) -> Iterator[merge.Track]:
     """Counters of ranks with a trace, and of the nodes they ran on, whose clocks are `moved`."""
     begin = min(start for start, _ in ranges.values()) - MARGIN_NS
     end = max(end for _, end in ranges.values()) + MARGIN_NS
@@ -141,34 +113,29 @@ def _counters(
     for rank in sorted(ranges):
         own = _track_names(rows.filter(pl.col("rank") == rank))
         if own.height:
-            yield Track(
-                pid=rank_pid(rank, COUNTERS_PLACE),
-                name=f"rank {rank}: counters",
-                sort_index=sort_index(rank, COUNTERS_PLACE),
-                counters=own,
-            )
+            yield merge.Track(
+                pid=merge_inputs.rank_pid(rank, merge_inputs.COUNTERS_PLACE),
+                name=f"rank {rank}: counters", counters=own,
+                sort_index=merge_inputs.sort_index(rank, merge_inputs.COUNTERS_PLACE),
+            )  # fmt: skip
     nodes = rows.filter(pl.col("rank").is_null())
     hosts = {str(files.report.get("host")) for files in run.ranks if files.rank in ranges}
     for place, host in enumerate(nodes["host"].unique().sort()):
         if host in hosts or len(run.nodes) == 1:
-            yield Track(
-                pid=_NODES_PID + place,
-                name=f"node {host}: counters",
+            yield merge.Track(
+                pid=_NODES_PID + place, name=f"node {host}: counters",
                 sort_index=_NODES_SORT + place,
                 counters=_track_names(nodes.filter(pl.col("host") == host)),
-            )
+            )  # fmt: skip
 
 
 def _track_names(rows: pl.DataFrame) -> pl.DataFrame:
     """Counters under the name of their track: GPU or other entity, and metric."""
     gpu = pl.when(pl.col("gpu").is_not_null()).then(pl.format("GPU {}", "gpu"))
     part = pl.coalesce(gpu, pl.when(pl.col("rank").is_null()).then("entity"))
-    return rows.select(
-        "time_ns",
-        pl.concat_str(part, "metric", separator=" ", ignore_nulls=True).alias("name"),
-        "unit",
-        "value",
-    ).sort("name", "time_ns", maintain_order=True)
+    name = pl.concat_str(part, "metric", separator=" ", ignore_nulls=True).alias("name")
+    named = rows.select("time_ns", name, "unit", "value")
+    return named.sort("name", "time_ns", maintain_order=True)
 
 
 _HOUR_NS = 3_600_000_000_000
@@ -199,7 +166,7 @@ class MergeReport:
     """The result of a merge, with how far its clocks can be trusted."""
 
     path: Path
-    merged: MergedTrace
+    merged: merge.MergedTrace
     clocks: tuple[RankClock, ...]
     base_ns: int
     """Unix time that the output's times count from; 0 where they are Unix time themselves."""
@@ -212,43 +179,37 @@ class MergeReport:
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""
+        merged = self.merged
         rows = [
-            {
-                "rank": rank.plan.rank,
-                "file": str(rank.text.path),
-                "text_bytes": rank.text.size_bytes,
-                "event_count": rank.event_count,
-                "merged_count": rank.passed_count,
-                "lost_count": rank.damage.lost_count,
-                "added_count": rank.added_count,
-                "start_ns": rank.range_ns[0] if rank.range_ns else None,
-                **{key: value for key, value in asdict(clock).items() if key != "rank"},
-            }
-            for rank, clock in zip(self.merged.ranks, self.clocks, strict=True)
-        ]
+            {"rank": rank.plan.rank, "file": str(rank.text.path),
+             "text_bytes": rank.text.size_bytes, "event_count": rank.event_count,
+             "merged_count": rank.passed_count, "lost_count": rank.damage.lost_count,
+             "added_count": rank.added_count,
+             "start_ns": rank.range_ns[0] if rank.range_ns else None, **_without_rank(clock)}
+            for rank, clock in zip(merged.ranks, self.clocks, strict=True)
+        ]  # fmt: skip
         return {
-            "output": str(self.path),
-            "event_count": self.merged.event_count,
-            "track_event_count": self.merged.track_event_count,
-            "text_bytes": self.merged.text_bytes,
-            "base_ns": self.base_ns,
-            "run": None if self.run is None else str(self.run),
-            "clock_rule": RULE,
-            "ranks": rows,
-            "notes": list(self.notes),
+            "output": str(self.path), "event_count": merged.event_count,
+            "track_event_count": merged.track_event_count, "text_bytes": merged.text_bytes,
+            "base_ns": self.base_ns, "run": None if self.run is None else str(self.run),
+            "clock_rule": RULE, "ranks": rows, "notes": list(self.notes),
             "faults": list(self.faults),
-        }
+        }  # fmt: skip
+
+
+def _without_rank(clock: RankClock) -> dict[str, Any]:
+    return {key: value for key, value in asdict(clock).items() if key != "rank"}
 
 
 def merge_traces(
     sources: Sequence[Path], output: Path, options: MergeOptions, *,
-    reading: ReadProgress | None = None, writing: Progress | None = None,
+    reading: ReadProgress | None = None, writing: merge.Progress | None = None,
 ) -> MergeReport:  # fmt: skip
     """Writes one trace of all ranks."""
-    paths, left_out = merge_files(sources, options.window)
-    inputs = merge_inputs(paths, ranks=options.ranks)
+    paths, left_out = merge_inputs.merge_files(sources, options.window)
+    inputs = merge_inputs.merge_inputs(paths, ranks=options.ranks)
     files = [each.path for each in inputs.values()]
-    check_target(output, files, force=options.force)
+    merge.check_target(output, files, force=options.force)
     asked, between, recorded = default_pool(files), {}, {}
     if options.steps is not None:
         found = asked.map(step_range, files, {"steps": options.steps}, reading)
@@ -263,40 +224,34 @@ def merge_traces(
     tracks = None if run is None else partial(run_tracks, run, inputs, by_rank, options)
     drawn = {files.rank for files in run.ranks} if run and options.phases else set()
     plans = [
-        RankPlan(
-            source=each,
-            rank=rank,
-            shift_ns=each.base_ns - base_ns - by_rank[rank].moved_ns,
-            between=between.get(rank),
-            streams=recorded[rank][1] if rank in recorded else StreamLanes(),
-            clock={key: value for key, value in asdict(by_rank[rank]).items() if key != "rank"},
+        merge.RankPlan(
+            source=each, rank=rank, shift_ns=each.base_ns - base_ns - by_rank[rank].moved_ns,
+            between=between.get(rank), clock=_without_rank(by_rank[rank]),
+            streams=recorded[rank][1] if rank in recorded else merge_inputs.StreamLanes(),
             without_phases=rank in drawn,
         )
         for rank, each in inputs.items()
-    ]
+    ]  # fmt: skip
     if left_out:
         notes.append(f"{left_out} traces of the run's other windows are not in it: --window N")
-    merged = write_merged(
+    merged = merge.write_merged(
         output, plans, base_ns=base_ns, about={"clock_rule": RULE}, tracks=tracks, progress=writing
     )
     checks = check_frame({rank: file for rank, (file, _) in recorded.items()})
     return MergeReport(
-        path=output,
-        merged=merged,
-        clocks=tuple(clocks),
-        base_ns=base_ns,
+        path=output, merged=merged, clocks=tuple(clocks), base_ns=base_ns,
         run=run.paths.root if run else None,
         notes=(*notes, *_notes(merged), *clock_notes(inputs, clocks)),
         faults=tuple(fault_lines(checks, OF_EACH_RANK, effect="merged as recorded")),
-    )
+    )  # fmt: skip
 
 
-def _recording(trace: Trace) -> tuple[TraceFile, StreamLanes]:
+def _recording(trace: Trace) -> tuple[TraceFile, merge_inputs.StreamLanes]:
     """What is known of a rank's file once it was read; a question for a pool."""
-    return trace_file(trace), stream_lanes(overlapping_events(trace))
+    return trace_file(trace), merge_inputs.stream_lanes(merge_inputs.overlapping_events(trace))
 
 
-def _base_ns(inputs: Mapping[int, TraceInput]) -> int:
+def _base_ns(inputs: Mapping[int, merge_inputs.TraceInput]) -> int:
     """What the merged trace's times count from: a full hour, one to two hours before the first.
 
     Kineto's own base is up to three months back, and viewers hold times as floats, which that far
@@ -310,7 +265,7 @@ def _base_ns(inputs: Mapping[int, TraceInput]) -> int:
     return max(0, min(first_ns) // _HOUR_NS - 1) * _HOUR_NS if first_ns else 0
 
 
-def step_range(trace: Trace, *, steps: tuple[int, int]) -> Range:
+def step_range(trace: Trace, *, steps: tuple[int, int]) -> merge.Range:
     """When some steps began, and when they and what they launched ended; a question for a pool."""
     start_ns, end_ns = step_window(trace, steps)
     launched = gpu_events(trace, steps)
@@ -320,8 +275,7 @@ def step_range(trace: Trace, *, steps: tuple[int, int]) -> Range:
 
 def default_output(sources: Sequence[Path]) -> Path:
     """The default path of the merged trace: in the run directory, else in the current one."""
-    folder = _run_folder(sources[0])
-    return (folder or Path()) / f"{MERGED_NAME}.json.gz"
+    return (_run_folder(sources[0]) or Path()) / f"{MERGED_NAME}.json.gz"
 
 
 def _run_of(source: Path) -> tuple[RunFiles | None, list[str]]:
@@ -343,7 +297,7 @@ def _run_folder(source: Path) -> Path | None:
     return None
 
 
-def _notes(merged: MergedTrace) -> list[str]:
+def _notes(merged: merge.MergedTrace) -> list[str]:
     """Notes on what was read, for people."""
     found = [note for rank in merged.ranks for note in rank.notes]
     timed = {each.plan.rank: each.range_ns for each in merged.ranks if each.range_ns is not None}

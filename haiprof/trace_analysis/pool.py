@@ -8,7 +8,8 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
@@ -61,11 +62,8 @@ class Serial:
         progress: Progress | None = None,
     ) -> list[_Result]:  # fmt: skip
         """One file after the other."""
-        answers = []
-        for path in paths:
-            answers.append(_answer(question, self.trace(path), options))
-            report_progress(progress, len(answers), len(paths))
-        return answers
+        answers = (_answer(question, self.trace(path), options) for path in paths)
+        return list(_reported(answers, len(paths), progress))
 
     def trace(self, path: Path) -> Trace:
         """The trace of a file, the same at every call."""
@@ -94,9 +92,7 @@ class LocalProcesses:
                     for at in sorted(range(len(paths)), key=lambda at: -_size(paths[at]))
                 }
             tasks = [started[at] for at in range(len(paths))]
-            if progress is not None:
-                for done, _ in enumerate(as_completed(tasks), start=1):
-                    report_progress(progress, done, len(tasks))
+            deque(_reported(as_completed(tasks), len(tasks), progress), maxlen=0)
             try:
                 return [task.result() for task in tasks]
             except BrokenProcessPool:
@@ -104,6 +100,17 @@ class LocalProcesses:
             finally:
                 for task in tasks:
                     task.cancel()
+
+
+_Item = TypeVar("_Item")
+
+
+def _reported(items: Iterable[_Item], count: int, progress: Progress | None) -> Iterator[_Item]:
+    """Passes on what is done, and says how much that is, if asked to."""
+    for done, item in enumerate(items, start=1):
+        yield item
+        if progress is not None:
+            progress(done, count)
 
 
 def _size(path: Path) -> int:
@@ -136,12 +143,6 @@ def _answer(question: Question[_Result], trace: Trace, options: Mapping[str, Any
             f"{trace.path}: {name}: {type(error).__name__}: {error}",
             hint="HAIPROF_DEBUG=1 shows the traceback; please report it",
         ) from error
-
-
-def report_progress(progress: Progress | None, done: int, count: int) -> None:
-    """Reports how many files are done, if asked to."""
-    if progress is not None:
-        progress(done, count)
 
 
 def _killed_error(tasks: Sequence[Future[Any]], paths: Sequence[Path]) -> HaiprofError:
@@ -193,8 +194,8 @@ class DaskPool(ABC):
                 client.submit(ask, question, path.absolute(), dict(options), pure=False)
                 for path in paths
             ]
-            for done, _ in enumerate(as_completed(tasks, loop=client.loop), start=1):
-                report_progress(progress, done, len(tasks))
+            ended = as_completed(tasks, loop=client.loop)
+            deque(_reported(ended, len(tasks), progress), maxlen=0)
             return [_result(task, path) for task, path in zip(tasks, paths, strict=True)]
 
     @abstractmethod
@@ -303,19 +304,13 @@ class SlurmCluster(DaskPool):
         weakref.finalize(self, keys.remove)
         asked = self.options
         cluster = SLURMCluster(
-            cores=1,
-            processes=1,
-            memory=asked.memory,
-            queue=asked.partition,
-            account=asked.account,
-            walltime=asked.time,
-            python=sys.executable,
-            job_name="haiprof",
-            log_directory=asked.log,
+            cores=1, processes=1, memory=asked.memory, queue=asked.partition,
+            account=asked.account, walltime=asked.time, log_directory=asked.log,
+            python=sys.executable, job_name="haiprof",
             job_extra_directives=[] if asked.log else ["--output=/dev/null"],
             scheduler_options={"dashboard": False, "dashboard_address": ":0"},
             security=_write_keys(keys.path),
-        )
+        )  # fmt: skip
         weakref.finalize(self, cluster.close)
         return cluster
 

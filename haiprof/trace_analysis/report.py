@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,16 +130,11 @@ def standard_report(
     pool = pool or default_pool(files)
     if rank is not None:
         files = [asked.file_of(rank).path]
+        named = {rank: files[0]}  # the file itself may not say it
     if not reduced:
         visits = _visit_files(files, steps, pool, progress)
     visited = _Visited(visits, steps)
-    if rank is None:
-        analysis = TraceQuestions(path, pool=visited, window=window, named=named)
-    else:
-        visit = visits[files[0]]
-        file = visit[trace_file.__name__]
-        visit[trace_file.__name__] = replace(file, rank=rank)  # the file itself may not say it
-        analysis = TraceQuestions(files[0], pool=visited)
+    analysis = TraceQuestions(path, pool=visited, window=window, named=named)
     damage = [f"{file.path}: nothing to report: {each.text}" for file in analysis.files.values()
               for each in file.findings if each.check == "damaged_file"]  # fmt: skip
     if damage and all(file.start_ns is None for file in analysis.files.values()):
@@ -151,14 +146,9 @@ def standard_report(
         for row in tables["files"].filter(gpu_count=0).iter_rows(named=True)
     )
     return TraceReport(
-        path=Path(path),
-        ranks=tuple(analysis.files),
-        steps=steps,
-        tables=tables,
-        missing=missing,
-        notes=(*load_notes(analysis.files), *without_gpu),
-        reduced=reduced,
-    )
+        path=Path(path), ranks=tuple(analysis.files), steps=steps, tables=tables, missing=missing,
+        notes=(*load_notes(analysis.files), *without_gpu), reduced=reduced,
+    )  # fmt: skip
 
 
 def reduce_traces(

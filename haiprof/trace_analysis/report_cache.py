@@ -179,11 +179,11 @@ def common_steps(
 ) -> Steps:
     """The steps that all summaries share."""
     first = summaries[0]
-    for other in summaries:
-        if other.steps != first.steps:
-            raise HaiprofError(
-                f"{first.path} is of {_range(first.steps)}, {other.path} of {_range(other.steps)}"
-            )
+    other = next((each for each in summaries if each.steps != first.steps), None)
+    if other is not None:
+        raise HaiprofError(
+            f"{first.path} is of {_range(first.steps)}, {other.path} of {_range(other.steps)}"
+        )
     if asked not in (None, first.steps):
         raise MissingDataError(
             f"{first.path}: a summary of {_range(first.steps)}",

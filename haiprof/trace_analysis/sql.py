@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import polars as pl
@@ -148,18 +148,17 @@ def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
     if is_reduced_to_functions(window_files(analysis.path)):
         return functions
 
-    def of_all_ranks(name: str) -> Callable[[], pl.LazyFrame]:
-        return lambda: pl.concat(
-            _of_rank(trace, name, rank) for rank, trace in analysis.traces.items()
-        )
+    def of_all_ranks(name: str) -> pl.LazyFrame:
+        return pl.concat(_of_rank(trace, name, rank) for rank, trace in analysis.traces.items())
 
     found = []
     for name, meaning in _TRACE_TABLES.items():
         columns = {**_RANK, **{c.name: (_TYPES[c.type], c.meaning) for c in TABLES[name]}}
         if name == GPU:
             columns["kind"] = (pl.String, "computation, communication or memory")
-        found.append(_table(name, meaning, columns, of_all_ranks(name)))
-    marks = _table(STEPS, "profiler steps of the traces", _STEP_COLUMNS, of_all_ranks(STEPS))
+        found.append(_table(name, meaning, columns, partial(of_all_ranks, name)))
+    of_steps = partial(of_all_ranks, STEPS)
+    marks = _table(STEPS, "profiler steps of the traces", _STEP_COLUMNS, of_steps)
     return [*found, marks, *functions]
 
 
@@ -192,10 +191,8 @@ def _of_rank(trace: Trace, name: str, rank: int) -> pl.LazyFrame:
     if name == STEPS:
         steps = trace.steps.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns"))
         frame = steps.select(list(_STEP_COLUMNS)[1:])
-    elif name == GPU:
-        frame = with_kind(gpu_events(trace, None)).select(*(c.name for c in TABLES[GPU]), "kind")
     else:
-        frame = getattr(trace, name)
+        frame = with_kind(gpu_events(trace, None)) if name == GPU else getattr(trace, name)
     coded = [column for column, dtype in frame.schema.items() if dtype == pl.Enum]
     texts = [pl.col(c).cast(pl.String) if c == "name" else text_or_null(c) for c in coded]
     own = pl.lit(rank, dtype=pl.Int64).alias("rank")
@@ -248,6 +245,7 @@ _TOKEN = re.compile(
     |(?P<sign>[()\[\],.;+*/%<>=!|&^~:-])""",
     re.VERBOSE,
 )
+_SCHEMA_HINT = "haiprof trace query ... --schema"
 _SIGNS_BEFORE_CALLS = frozenset("(,;+*/%<>=!|&^~:-[.")
 _COMMENT_END = re.compile(r"\*/|/\*")
 
@@ -275,9 +273,7 @@ def check_sql(sql: str) -> str:
             hint="select ... from ...",
         )
     if first == "show" and words != ["show", "tables"]:
-        raise UsageError(
-            "SQL: of show there is only show tables", hint="haiprof trace query ... --schema"
-        )
+        raise UsageError("SQL: of show there is only show tables", hint=_SCHEMA_HINT)
     # Whether each name before a parenthesis is one that reads no file.
     for before, token, following in zip([_Token("", ""), *bare], bare, bare[1:], strict=False):
         if following.text != "(" or token.kind == "number" or token.text in _SIGNS_BEFORE_CALLS:
@@ -286,18 +282,13 @@ def check_sql(sql: str) -> str:
         if token.word.startswith(("read_", "scan_")) or (not token.word and not is_alias):
             raise no_files()
         if not is_alias and token.word not in _GRAMMAR and token.word not in _FUNCTIONS:
-            raise UsageError(
-                f"SQL: no function {token.text!r} here", hint="haiprof trace query ... --schema"
-            )
+            raise UsageError(f"SQL: no function {token.text!r} here", hint=_SCHEMA_HINT)
     return "".join(_texts(tokens))
 
 
 def no_files() -> UsageError:
     """The error of a query that would leave the tables."""
-    return UsageError(
-        "SQL reads the tables of the traces or the run, no files",
-        hint="haiprof trace query ... --schema",
-    )
+    return UsageError("SQL reads the tables of the traces or the run, no files", hint=_SCHEMA_HINT)
 
 
 def _tokens(sql: str) -> Iterator[_Token]:
@@ -355,12 +346,10 @@ def ask(tables: Mapping[str, SqlTable], sql: str) -> pl.DataFrame:
     """The answer to one question; only the tables that it names are read."""
     sql = check_sql(sql)
     words = {word.lower() for word in _WORD.findall(sql)}
-    context = pl.SQLContext(
-        {
-            name: table.frame() if name in words else pl.LazyFrame(schema=table.dtypes)
-            for name, table in tables.items()
-        }
-    )
+    context = pl.SQLContext({
+        name: table.frame() if name in words else pl.LazyFrame(schema=table.dtypes)
+        for name, table in tables.items()
+    })  # fmt: skip
     try:
         plan = context.execute(sql, eager=False)
         if _FILE_SCAN.search(plan.explain(optimized=False)):
@@ -390,14 +379,11 @@ def _explain(error: Exception, tables: Mapping[str, SqlTable], words: Iterable[s
         return UsageError(f"no table {name[1]!r}", hint=f"tables: {', '.join(tables)}")
     missing = isinstance(error, pl.exceptions.ColumnNotFoundError) or "no column named" in text
     if name and missing:
-        named = [table for name, table in tables.items() if name in set(words)]
-        texts = [f"{t.name}: {', '.join(list(t.columns)[:_MANY])}" for t in named]
-        return UsageError(
-            f"no column {name[1]!r}", hint=("; ".join(texts) or f"tables: {', '.join(tables)}")
-        )
-    return UsageError(
-        f"SQL: {text}", hint="haiprof trace query ... --schema lists tables and columns"
-    )
+        texts = [f"{table}: {', '.join(list(known.columns)[:_MANY])}"
+                 for table, known in tables.items() if table in set(words)]  # fmt: skip
+        hint = "; ".join(texts) or f"tables: {', '.join(tables)}"
+        return UsageError(f"no column {name[1]!r}", hint=hint)
+    return UsageError(f"SQL: {text}", hint=f"{_SCHEMA_HINT} lists tables and columns")
 
 
 def _first_line(error: BaseException) -> str:
