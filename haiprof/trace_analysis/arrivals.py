@@ -42,7 +42,7 @@ def with_time_elsewhere(kernels: pl.DataFrame) -> pl.DataFrame:
     return kernels.with_columns(pl.Series("elsewhere_ns", found, dtype=pl.Int64))
 
 
-def passed_on() -> pl.Expr:
+def excess_elsewhere() -> pl.Expr:
     """How much longer than the others' each rank's time elsewhere was."""
     return above_others("elsewhere_ns").clip(0)
 
@@ -256,7 +256,7 @@ def stragglers(waits: pl.DataFrame, *, by_step: bool = False) -> pl.DataFrame:
     starts = pl.col("start_ns").sort().over("collective", mapping_strategy="join")
     second = starts.list.get(-2, null_on_oob=True)
     behind = pl.when("arrived_last").then(pl.col("start_ns") - second).otherwise(0)
-    known = known.with_columns(behind=behind, passed_on=passed_on())
+    known = known.with_columns(behind=behind, passed_on=excess_elsewhere())
     passed = pl.min_horizontal("behind", pl.col("passed_on").round().cast(pl.Int64))
     own = pl.col("behind") - passed
     rows = known.group_by(["rank", "step"] if by_step else ["rank"]).agg(
@@ -316,7 +316,7 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
     # median of the others' in sum, by rank and step.
     found = _with_known_arrivals(waits).filter(~pl.col("is_first"))
     found = found.drop_nulls("step") if found["step"].count() else found
-    apart = found.with_columns(late=above_others("start_ns"), passed_on=passed_on())
+    apart = found.with_columns(late=above_others("start_ns"), passed_on=excess_elsewhere())
     passed = pl.min_horizontal(pl.col("late").clip(0), "passed_on")
     steps = apart.group_by("rank", *_GROUP, "step").agg(
         pl.col("part", "group_size").first(), (pl.col("late") - passed).sum(), count=pl.len()

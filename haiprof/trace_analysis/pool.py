@@ -63,7 +63,7 @@ class Serial:
     ) -> list[_Result]:  # fmt: skip
         """One file after the other."""
         answers = (_answer(question, self.trace(path), options) for path in paths)
-        return list(_reported(answers, len(paths), progress))
+        return list(_count_done(answers, len(paths), progress))
 
     def trace(self, path: Path) -> Trace:
         """The trace of a file, the same at every call."""
@@ -92,7 +92,7 @@ class LocalProcesses:
                     for at in sorted(range(len(paths)), key=lambda at: -_size(paths[at]))
                 }
             tasks = [started[at] for at in range(len(paths))]
-            deque(_reported(as_completed(tasks), len(tasks), progress), maxlen=0)
+            deque(_count_done(as_completed(tasks), len(tasks), progress), maxlen=0)
             try:
                 return [task.result() for task in tasks]
             except BrokenProcessPool:
@@ -105,7 +105,7 @@ class LocalProcesses:
 _Item = TypeVar("_Item")
 
 
-def _reported(items: Iterable[_Item], count: int, progress: Progress | None) -> Iterator[_Item]:
+def _count_done(items: Iterable[_Item], count: int, progress: Progress | None) -> Iterator[_Item]:
     """Passes on what is done, and says how much that is, if asked to."""
     for done, item in enumerate(items, start=1):
         yield item
@@ -195,7 +195,7 @@ class DaskPool(ABC):
                 for path in paths
             ]
             ended = as_completed(tasks, loop=client.loop)
-            deque(_reported(ended, len(tasks), progress), maxlen=0)
+            deque(_count_done(ended, len(tasks), progress), maxlen=0)
             return [_result(task, path) for task, path in zip(tasks, paths, strict=True)]
 
     @abstractmethod
