@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from haiprof.run_analysis.printed_lines import (
     printed_output,
 )
 from haiprof.run_analysis.process_ends import (
+    NO_END,
+    NO_ERROR,
     Arrived,
     Error,
     LastCollective,
@@ -34,7 +37,6 @@ from haiprof.run_analysis.process_ends import (
     arrived_signals,
     behind,
     dead_worker,
-    had_addresses,
     inner_error,
     is_certain,
     is_launchers,
@@ -75,9 +77,8 @@ _STOOD_NS = 2 * NS_PER_S
 """Samples that are all at one line for so long are told as such."""
 _READ_LATER_NS = 5 * NS_PER_S
 """A line is read so long after it was printed, at the most where nothing hangs."""
-_WITNESS_LIMIT, _LAST_LINES = 4, 10
-_PLACES_LIMIT = 4
-"""So many lines at which ranks were are shown where none of them is to blame."""
+_WITNESS_LIMIT, _LAST_LINES, _PLACES_LIMIT = 4, 10, 4
+"""Errors printed before, last lines of a rank, and places of ranks that are shown."""
 _WITHOUT_A_REASON = (
     "signal", "time_limit", "preempted", "requeued", "evicted", "cancelled", "interrupted",
     "unknown", "never_started", "hang", "gone", "launcher",
@@ -233,20 +234,18 @@ def find_deaths(evidence: Evidence) -> list[Death]:
             death = _Case(evidence, ends, told).judge()
             lines = tuple(line for end in told for line in end.lines)
             found.append(replace(death, generation=generation, final=final, scheduler=lines))
+    # As far as is known, a rank of these has ended a step.
+    trained = {e.generation for e in _ranks(evidence.ends) if e.started_ns is not None or e.step}
     last = found[-1] if len(found) > 1 else None
-    if last is None or not last.final or last.cause not in _WITHOUT_A_REASON:
-        return found
-    if not _has_trained(evidence, last.generation):
-        found[-1] = _add_what_began_it(evidence, found)
+    if last and last.final and last.cause in _WITHOUT_A_REASON and last.generation not in trained:
+        found[-1] = _add_what_began_it(found, trained)
     return found
 
 
-def _add_what_began_it(evidence: Evidence, found: Sequence[Death]) -> Death:
+def _add_what_began_it(found: Sequence[Death], trained: Collection[int]) -> Death:
     """The end of starts that never trained: what began it is the death of the one before them."""
-    trained = [
-        at for at, death in enumerate(found[:-1]) if _has_trained(evidence, death.generation)
-    ]
-    at = trained[-1] if trained else len(found) - 2
+    at = max((at for at, death in enumerate(found) if death.generation in trained),
+             default=len(found) - 2)  # fmt: skip
     first, last, count = found[at], found[-1], len(found) - 1 - at
     number = last.generation + 1
     starts = f"starts {number - count + 1} to {number}" if count > 1 else f"start {number}"
@@ -260,15 +259,6 @@ def _add_what_began_it(evidence: Evidence, found: Sequence[Death]) -> Death:
         f"{waited if last.message is None else ''}",
         generation=last.generation,
         final=True,
-    )
-
-
-def _has_trained(evidence: Evidence, generation: int) -> bool:
-    """Whether a rank of this start has ended a step, as far as is known."""
-    return any(
-        end.started_ns is not None or end.step
-        for end in _ranks(evidence.ends)
-        if end.generation == generation
     )
 
 
@@ -330,45 +320,39 @@ class _Case:
             found = ask()
             if found is not None:
                 return found
-        manifest = self.evidence.files.manifest
         if self.victims:
             rank = min(self.victims, key=lambda r: self.ends[r].failed_ns or 1 << 62)
             end, headline = self.ends[rank], "whom the ranks waited for is not known"
-            if end.error is not None:
+            if end.error is not NO_ERROR:
                 headline += f"; rank {rank} raised {end.error.short} ({end.error.location})"
             what = f"rank {rank} was ended by {self.victims[rank]}"
             return self._death("unknown", (), headline, what=what, end=end, certain=False)
         gone = [end for end in self._causes() if kind_of(end) == "gone"]
         if gone:
-            what = what_happened(gone[0])
             ranks = tuple(e.rank for e in gone if e.rank is not None)
-            return self._death("gone", ranks, f"{ranks_text(ranks)} died: {what}", what=what,
-                               end=gone[0], certain=False)  # fmt: skip
+            return self._died("gone", ranks, f"{ranks_text(ranks)} died", gone[0])
+        manifest = self.evidence.files.manifest
         status = None if manifest is None else manifest.signal or manifest.exit_status
         what = f"the job ended with {status}, and no rank says why" if status is not None else \
             "ranks were ended, and nothing says why"  # fmt: skip
         return self._death("unknown", (), what, certain=False)
 
     def _wait_failure(self, end: ProcessEnd) -> str | None:
-        handled = end.failure.errors[1:2] if end.failure and end.failure.how == "exit_call" else ()
+        handled = end.failure.errors[1:2] if end.how == "exit_call" else ()
         by = next(filter(None, map(wait_failure, (end.error, *handled))), None)
-        if by is None and _has_aborted(end):
-            by = next(filter(None, map(wait_failure_text, end.printed)), None)
-        if by is not None or not self.many_aborted or not _has_aborted(end):
+        if by is not None or not _has_aborted(end):
             return by
-        by_watchdog = bool(self.mismatches) or self._aborted_with_those_ahead(end)
-        return "NCCL's watchdog (SIGABRT)" if by_watchdog else None
-
-    def _aborted_with_those_ahead(self, end: ProcessEnd) -> bool:
-        """Whether a rank was ended as those were that waited in a collective for others.
-
-        The heartbeat monitor of a rank that is behind learns of another one's timeout by the store
-        and aborts, too; who aborts long before them all crashed by itself.
-        """
+        by = next(filter(None, map(wait_failure_text, end.printed)), None)
+        if by is not None or not self.many_aborted:
+            return by
+        # The heartbeat monitor of a rank that is behind learns of another one's timeout by the
+        # store and aborts, too; who aborts long before all that waited crashed by itself.
         first = self.ahead_aborted_ns
-        if first is None:
-            return False
-        return end.rank not in self.behind or (end.failed_ns or 0) >= first - TOGETHER_NS
+        with_those_ahead = first is not None and (
+            end.rank not in self.behind or (end.failed_ns or 0) >= first - TOGETHER_NS
+        )
+        by_watchdog = bool(self.mismatches) or with_those_ahead
+        return "NCCL's watchdog (SIGABRT)" if by_watchdog else None
 
     def _find_stopped(self) -> None:
         """Ranks that somebody stopped after another one had failed.
@@ -379,11 +363,10 @@ class _Case:
         over = {rank: end.wall_ns if end.wall_ns is not None else end.failed_ns
                 for rank, end in self.ends.items() if end.over and not end.clean}  # fmt: skip
         for rank, end in self.ends.items():
-            if end.signal not in ENDING or end.oom or end.wall_ns is None or end.error is not None:
-                continue
             before = min((t for r, t in over.items() if r != rank and t is not None), default=None)
-            if before is not None and end.wall_ns - before > _SAME_KILL_NS:
-                self.stopped[rank] = signal_name(end.signal)
+            is_stop = end.signal in ENDING and not end.oom and end.error is NO_ERROR
+            if is_stop and before and end.wall_ns and end.wall_ns - before > _SAME_KILL_NS:
+                self.stopped[rank] = signal_name(end.signal or 0)
 
     def _causes(self) -> list[ProcessEnd]:
         """Ends that are nobody else's doing, in order of time."""
@@ -394,7 +377,7 @@ class _Case:
 
     def _signal(self) -> Death | None:
         """Somebody ended the job: the launcher knows who, and nothing had failed before."""
-        own = [e for e in self._causes() if e.error is not None or e.signal not in ENDING]
+        own = [e for e in self._causes() if e.error is not NO_ERROR or e.signal not in ENDING]
         causes = [e.failed_ns for e in own if kind_of(e) != "interrupted"]
         failed = [*causes, *(e.failed_ns for r, e in self.ends.items() if r in self.victims)]
         first = min((time for time in failed if time is not None), default=None)
@@ -413,25 +396,25 @@ class _Case:
             return None
         if manifest is not None and manifest.exit_status == 0:
             return None
-        name, sender = signal_name(came.signal), _sender(came)
-        by = [e for e in self.evidence.ends if (e.pid, e.host) == (came.from_pid, came.host)]
-        if by:
-            who = f"rank {by[0].rank}" if by[0].rank is not None else f"process {by[0].pid}"
-            what = f"the job ended itself: {who} sent {name} to its launcher"
-            ranks = () if by[0].rank is None else (by[0].rank,)
-            return self._death("signal", ranks, what, died_ns=came.wall_ns)
+        name, at_ns = signal_name(came.signal), came.wall_ns
+        for by in self.evidence.ends:
+            if (by.pid, by.host) == (came.from_pid, came.host):
+                who = f"rank {by.rank}" if by.rank is not None else f"process {by.pid}"
+                what = f"the job ended itself: {who} sent {name} to its launcher"
+                ranks = () if by.rank is None else (by.rank,)
+                return self._death("signal", ranks, what, died_ns=at_ns)
+        name += _sender(came)
         if self.told is not None and self.told.cause in _OF_SCHEDULER:
-            return self._of_scheduler(self.told, self.told.cause, came.wall_ns, f"{name}{sender}")
+            return self._of_scheduler(self.told, self.told.cause, at_ns, name)
         cause, what = _outer_cause(came, self.evidence.files)
         guessed = cause in ("time_limit", "cancelled") and not came.slurm_state
-        return self._end_from_outside(
-            cause, what, f"{name}{sender}", came.wall_ns, certain=not guessed
-        )
+        return self._end_from_outside(cause, what, name, at_ns, certain=not guessed)
 
     def _scheduler(self) -> Death | None:
         """The scheduler knows, and no rank had failed by itself: it ended all of the job."""
         told = self.told
-        own = [e for e in self._causes() if e.error or e.oom or e.signal not in (*ENDING, None)
+        own = [e for e in self._causes() if e.error is not NO_ERROR or e.oom
+               or e.signal not in (*ENDING, None)
                or (e.status and kind_of(e) != "interrupted")]  # fmt: skip
         if told is None or told.cause is None or own:
             return None
@@ -477,36 +460,21 @@ class _Case:
 
         One that was interrupted tells nothing where anything else does: others are stopped so.
         """
-        kinds = [(end, kind_of(end)) for end in self._causes()]
-        real = [end for end, kind in kinds if kind != "gone"
+        real = [end for end in self._causes() if (kind := kind_of(end)) != "gone"
                 and (kind == "interrupted") is interrupted]  # fmt: skip
-        if not real:
+        first = next(iter(real), NO_END)
+        if not real or (first.signal in ENDING and not first.oom
+                        and first.host in self._lost_hosts()):  # fmt: skip
             return None
-        first = real[0]
-        lost = self._lost_hosts()
-        if first.signal in ENDING and not first.oom and first.host in lost:
-            return None
-        alike = [end for end in real if self._alike(end, first)]
-        ranks = tuple(sorted({end.rank for end in alike if end.rank is not None}))
-        kind, what = kind_of(first), what_happened(first)
-        who = ranks_text(ranks) if len(ranks) > 1 else f"rank {first.rank}"
-        others = len(self.ends) > len(ranks)
-        every = len(ranks) > 1 and not others
-        verb = "died first" if others else "died"
-        who = f"all {len(ranks)} ranks" if every else who
-        together = " together, of the same" if len(ranks) > 1 else ""
-        return self._death(kind, ranks, f"{who} {verb}{together}: {what}", what=what, end=first,
-                           certain=is_certain(first))  # fmt: skip
-
-    def _alike(self, end: ProcessEnd, first: ProcessEnd) -> bool:
-        """Whether two ends are the same failure at nearly the same time."""
-        if end is first:
-            return True
-        near = abs((end.failed_ns or 0) - (first.failed_ns or 0)) <= TOGETHER_NS
-        one, two = end.error, first.error
-        if one is None or two is None:
-            return near and one is two and (end.signal, end.status) == (first.signal, first.status)
-        return near and (one.type, one.line) == (two.type, two.line)
+        # The same failure at nearly the same time.
+        signs = [_signs(end) == _signs(first)
+                 and abs((end.failed_ns or 0) - (first.failed_ns or 0)) <= TOGETHER_NS
+                 for end in real]  # fmt: skip
+        ranks = tuple(sorted({end.rank for end in compress(real, signs) if end.rank is not None}))
+        others, together = len(self.ends) > len(ranks), len(ranks) > 1
+        who = f"all {len(ranks)} ranks" if together and not others else ranks_text(ranks)
+        who += (" died first" if others else " died") + " together, of the same" * together
+        return self._died(kind_of(first), ranks, who, first, certain=is_certain(first))
 
     def _find_accused(self) -> Death | None:
         """Victims' texts that name a rank."""
@@ -519,11 +487,10 @@ class _Case:
         lost = self._lost_hosts()
         if not lost:
             return None
-        host = sorted(lost)[0]
+        host = min(lost)
         ranks = tuple(sorted(r for r, e in self.ends.items() if e.host in lost))
-        since = lost[host]
         what = f"node {host} was lost: nothing was heard of it any more, nor of {ranks_text(ranks)}"
-        return self._death("node_lost", ranks, what, died_ns=since, certain=False)
+        return self._death("node_lost", ranks, what, died_ns=lost[host], certain=False)
 
     def _lost_hosts(self) -> dict[str, int]:
         """Nodes whose launcher never wrote an end while another one's did, and when they ceased."""
@@ -566,7 +533,7 @@ class _Case:
         if len(self.ends) > _PLACES_LIMIT:
             return {}
         places = {
-            rank: (end.error.location if end.error is not None else "")
+            rank: end.error.location
             or ((own := own_frame(end.crashed_at)) and frame_text(own))
             or self._seen_at((rank,), None)
             for rank, end in self.ends.items()
@@ -577,7 +544,8 @@ class _Case:
         """Ranks of which nothing was ever seen."""
         absent = tuple(r for r in range(self.evidence.world) if r not in self.ends)
         began = {rank for rank, e in self.ends.items() if e.started_ns is not None or e.uncaught}
-        had_come = any(had_addresses(end.error) for end in self.ends.values())
+        # gloo failed to connect ranks, each of which had left its address in the store.
+        had_come = any("connectFullMesh failed" in e.error.message for e in self.ends.values())
         late = tuple(rank for rank in self.stopped if began and rank not in began and not had_come)
         ranks = tuple(sorted({*absent, *late}))
         if not ranks or len(ranks) == self.evidence.world:
@@ -668,35 +636,37 @@ class _Case:
 
     def _of_absentee(self, ranks: tuple[int, ...], why: str, *, certain: bool) -> Death:
         """Ranks that hung, or went another way, until the others' time was up."""
-        own = [e for r, e in self.ends.items() if r in ranks and e.thread_error is not None]
-        error = own[0].thread_error.error if own and own[0].thread_error is not None else None
-        what = f"{ranks_text(ranks)} did not come where the others waited: {why}"
-        what += thread_text(own[0]) if own else ""
+        own = (e for r, e in self.ends.items() if r in ranks and e.thread_error.how)
+        end = next(own, NO_END)
+        what = f"{ranks_text(ranks)} did not come where the others waited: {why}{thread_text(end)}"
         return self._death("hang", ranks, what, died_ns=self._first_ns(), certain=certain,
-                           line=error.location or None if error is not None else None)  # fmt: skip
+                           line=end.thread_error.error.location or None)  # fmt: skip
 
     def _launcher(self) -> Death | None:
         """No rank failed: the launcher itself did, or the job before any rank was known."""
         manifest = self.evidence.files.manifest
         for end in self.evidence.ends:
-            own = end.error is not None and end.how != "printed" and not is_launchers(end.error)
-            if end.rank is None and own and end.error and end.error.type != "SystemExit":
-                what = what_happened(end)
+            own = end.error.is_failure and end.how != "printed" and not is_launchers(end.error)
+            if end.rank is None and own:
                 own = end.error.line is not None  # code of the job's, in whatever process
                 own |= end.ran_out_of_gpu_memory or end.how == "terminate"
                 cause = kind_of(end) if own else "launcher"
-                return self._death(cause, (), f"process {end.pid} died: {what}", what=what,
-                                   end=end)  # fmt: skip
+                return self._died(cause, (), f"process {end.pid} died", end, certain=True)
             first = manifest is not None and end.pid == manifest.job_pid
             failed = any(each.over and not each.clean for each in self.ends.values())
             left = bool(self.ends) and end.signal is not None and not failed
             if first and end.over and not end.clean and (left or not self.ends):
-                what = what_happened(end)
                 who = "the first process of the job died, and left its ranks" if left else \
                     "the job died before a rank had reported in"  # fmt: skip
-                return self._death(kind_of(end), (), f"{who}: {what}", what=what, end=end,
-                                   certain=is_certain(end))  # fmt: skip
+                return self._died(kind_of(end), (), who, end, certain=is_certain(end))
         return None
+
+    def _died(
+        self, cause: str, ranks: tuple[int, ...], who: str, end: ProcessEnd, *,
+        certain: bool = False,
+    ) -> Death:  # fmt: skip
+        what = what_happened(end)
+        return self._death(cause, ranks, f"{who}: {what}", what=what, end=end, certain=certain)
 
     def _death(
         self,
@@ -705,35 +675,35 @@ class _Case:
         headline: str,
         *,
         what: str | None = None,
-        end: ProcessEnd | None = None,
+        end: ProcessEnd = NO_END,
         died_ns: int | None = None,
         line: str | None = None,
         frame: Frame | None = None,
         certain: bool = True,
     ) -> Death:
-        error, said = end.error if end is not None else None, headline
+        error, said = end.error, headline
         by_worker = worker_death(error) is not None
         hosts = len({each.host for each in self.ends.values()})
-        died = died_ns if end is None else end.failed_ns
+        died = end.failed_ns if died_ns is None else died_ns
         hung = cause in ("hang", "deadlock") and bool(ranks) and self.behind.keys() >= set(ranks)
         fates = self._fates(ranks, hung=hung)
         tail = _victims_text(
             [f for f in fates if f.rank in self.victims or f.rank in self.stopped], died
         )
-        frames = error.frames if error is not None else ()
-        if end is not None and end.crashed_at and not frames:
+        frames = error.frames
+        if end.crashed_at and not frames:
             frames, frame = end.crashed_at, own_frame(end.crashed_at)
             line = line or (frame_text(frame) if frame else None)
-        nowhere = line is None and (error is None or not error.location)
-        source = error.source if error is not None and not by_worker else ""
-        if error is not None and line is None and not by_worker:
+        nowhere = line is None and not error.location
+        source = "" if by_worker else error.source
+        if error is not NO_ERROR and line is None and not by_worker:
             _, line, inner_source = inner_error(error)
             source = inner_source if line else source  # never what stands at another line
             line = line or error.location or None
         if not source and frame is not None and line is not None:
             source = self._code_at(frame, line, ranks)
         remedy = self._remedy(cause, end, line)
-        if ended_on_nan(cause, (error.message if error is not None else None, source), fates):
+        if ended_on_nan(cause, (error.message, source), fates):
             headline += "" if NO_NUMBER.search(headline) else ", on a NaN or infinite value"
             remedy = _NO_NUMBER_REMEDY
         witnesses = self._witnesses(died, error)
@@ -757,7 +727,7 @@ class _Case:
             seen_at=seen_at,
             source=source or None,
             traceback=tuple(f"{f}:{n} in {name}" for f, n, name in frames),
-            message=error.message if error is not None else None,
+            message=None if error is NO_ERROR else error.message,
             died_ns=died,
             step=self._step(ranks[0]) if ranks else None,
             fates=fates,
@@ -771,55 +741,58 @@ class _Case:
     def _code_at(self, frame: Frame, line: str, ranks: Sequence[int]) -> str:
         """What stands there, as an exception that ended it at this line noted it, or its file."""
         errors = (self.ends[rank].error for rank in ranks[:1] if rank in self.ends)
-        noted = (e.source for e in errors if e is not None and e.location == line)
+        noted = (e.source for e in errors if e.location == line)
         manifest = self.evidence.files.manifest
         since_ns = manifest.start_wall_ns if manifest is not None else 0
         is_there = frame_text(frame) == line.partition(" → ")[0]
         return next(noted, "") or (code_at(*frame[:2], since_ns) if is_there else "")
 
-    def _witnesses(self, died: int | None, error: Error | None) -> tuple[PrintedLine, ...]:
+    def _witnesses(self, died: int | None, error: Error) -> tuple[PrintedLine, ...]:
         """What this start printed that tells of its end, but for the exception that is known."""
         began = min((end.started_ns or 0 for end in self.ends.values()), default=0)
         until = died + _READ_LATER_NS if died else 1 << 62
-        known = error.message.partition("\n")[0].strip() if error is not None else ""
-        lines = [line for line in self.evidence.output.lines if began <= line.wall_ns <= until]
-        lines = [line for line in lines if not known or known not in line.text]
+        known = error.message.partition("\n")[0].strip()
+        lines = [line for line in self.evidence.output.lines if began <= line.wall_ns <= until
+                 and not (known and known in line.text)]  # fmt: skip
         errors = [line for line in lines if line.kind in ERRORS][-_WITNESS_LIMIT:]
         return (*[line for line in lines if line.kind == "loss"][:1], *errors)
 
-    def _remedy(self, cause: str, end: ProcessEnd | None, line: str | None) -> str:
-        error = end.error if end is not None else None
-        if cause == "exit" and end is not None and (worker_death(error) or not knows_exit(end)):
-            return _UNKNOWN_EXIT
-        of_import = error is not None and error.type in ("ModuleNotFoundError", "ImportError")
-        if cause == "exception" and of_import:
-            return "install what it names into the environment of that rank, or choose another"
-        if cause == "exception" and error is not None and _UNLIKE_SHAPES.search(error.message):
-            return _ONE_SHAPE
-        if cause == "exception" and end is not None and thread_text(end):
-            return "fix what ended its thread, where the other line waited for it; else that line"
-        if cause == "early_exit" and end is not None and end.left_at is not None:
-            return f"see whether that rank should leave there, alone; {_REMEDIES[cause]}"
-        if cause == "interrupted" and end is not None:
-            return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
-        if cause == "crash" and end is not None and end.crashed_at:
-            where = "what that other thread runs" if end.crashed_beside else "what that line calls"
-            return f"see {where}; a core file (ulimit -c unlimited) shows the native code in gdb"
-        if cause == "hang" and self.evidence.files.paths.snapshot_files():
-            why = f"see why {line} does not end" if line else _REMEDIES[cause]
-            return f"{why}: snapshots in the run show its stacks"
-        if cause == "killed" and end is not None and end.signal is not None:
-            return _SIGNAL_REMEDIES.get(end.signal, _REMEDIES[cause])
-        if end is None or end.gpu_memory is None or not end.ran_out_of_gpu_memory:
-            remedy = _REMEDIES.get(cause, _REMEDIES["unknown"])
-            limited = end is not None and end.address_limit_bytes and not end.oom
-            if cause == "out_of_memory" and limited:
+    def _remedy(self, cause: str, end: ProcessEnd, line: str | None) -> str:
+        error, remedy = end.error, _REMEDIES[cause]
+        if end.gpu_memory is not None and end.ran_out_of_gpu_memory:
+            rank = -1 if end.rank is None else end.rank
+            series = gpu_memory_series(self.evidence.files).get(rank)
+            leaks = series is not None and growth_per_step(series) is not None
+            return LEAK_REMEDY if leaks else end.gpu_memory.remedy
+        match cause:
+            case "exit" if end is not NO_END and (worker_death(error) or not knows_exit(end)):
+                return _UNKNOWN_EXIT
+            case "exception" if error.type in ("ModuleNotFoundError", "ImportError"):
+                return "install what it names into the environment of that rank, or choose another"
+            case "exception" if _UNLIKE_SHAPES.search(error.message):
+                return _ONE_SHAPE
+            case "exception" if thread_text(end):
+                return (
+                    "fix what ended its thread, where the other line waited for it; else that line"
+                )
+            case "early_exit" if end.left_at is not None:
+                return f"see whether that rank should leave there, alone; {remedy}"
+            case "interrupted" if end is not NO_END:
+                return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
+            case "crash" if end.crashed_at:
+                runs = "what that other thread runs"
+                where = runs if end.crashed_beside else "what that line calls"
+                return (
+                    f"see {where}; a core file (ulimit -c unlimited) shows the native code in gdb"
+                )
+            case "hang" if self.evidence.files.paths.snapshot_files():
+                why = f"see why {line} does not end" if line else remedy
+                return f"{why}: snapshots in the run show its stacks"
+            case "killed":
+                return _SIGNAL_REMEDIES.get(end.signal or 0, remedy)
+            case "out_of_memory" if end.address_limit_bytes and not end.oom:
                 return f"raise the limit of its address space (ulimit -v), or {remedy}"
-            return remedy
-        series = gpu_memory_series(self.evidence.files).get(-1 if end.rank is None else end.rank)
-        if series is not None and growth_per_step(series) is not None:
-            return LEAK_REMEDY
-        return end.gpu_memory.remedy
+        return remedy
 
     def _seen_at(
         self, ranks: Sequence[int], died: int | None, worker: int | None = None
@@ -879,14 +852,14 @@ class _Case:
             what = "ended with the job"  # not what broke in it then
         # A number alone is of a heartbeat, which may be a second old.
         where = last.text if last is not None and last.kind is not None else "a collective"
-        known = end or ProcessEnd(host="", pid=0, rank=rank)
+        known = end or NO_END
         return Fate(
             rank=rank,
             host=known.host or None,
             pid=known.pid or None,
             role=role,
             what=what,
-            line=known.error.location or None if known.error is not None else None,
+            line=known.error.location or None,
             ended_ns=known.failed_ns,
             step=self._step(rank),
             phase=self.phases.get(rank),
@@ -941,7 +914,13 @@ def ended_on_nan(cause: str, said: Sequence[str | None], fates: Sequence[Fate]) 
 
 def _has_aborted(end: ProcessEnd) -> bool:
     """Whether native code ended it, and no exception did."""
-    return end.signal == signal.SIGABRT and end.error is None
+    return end.signal == signal.SIGABRT and end.error is NO_ERROR
+
+
+def _signs(end: ProcessEnd) -> tuple[object, ...]:
+    """What is the same of ends by the same failure."""
+    known = end.error is not NO_ERROR
+    return (end.error.type, end.error.line) if known else (end.signal, end.status)
 
 
 def _victims_text(fates: Sequence[Fate], died: int | None) -> str:

@@ -18,7 +18,7 @@ import polars as pl
 
 from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
-from haiprof.base.units import bytes_text, shorten, without_source_places
+from haiprof.base.units import NS_PER_S, bytes_text, shorten, without_source_places
 from haiprof.run_analysis.code_samples import SampledProcess, StackTree, read_stack_file
 from haiprof.run_analysis.gpu_memory import (
     GpuOutOfMemory,
@@ -102,6 +102,15 @@ class Error:
         """`train.py:88 in step`; empty where there is none."""
         return frame_text(self.line) if self.line is not None else ""
 
+    @property
+    def is_failure(self) -> bool:
+        """Whether it tells what went wrong: neither an exit nor `NO_ERROR`."""
+        return self.type not in ("", "SystemExit")
+
+
+NO_ERROR = Error(type="", message="")
+"""Of a process that no exception ended."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncaught:
@@ -116,17 +125,18 @@ class Uncaught:
     """The exception, and those that it was raised from."""
 
     @property
-    def error(self) -> Error | None:
+    def error(self) -> Error:
         """What was wrong: of a SystemExit in flight the exception that led to it.
 
         Of a DataLoader worker that was lost: the one of the chain that tells by what.
         """
         real = [e for e in self.errors if e.type != "SystemExit" or self.how == "exit_call"]
-        found = (real or self.errors or (None,))[0]
-        if found is None or WORKER_DIED.search(found.message) is None:
-            return found
-        ends = ((e, WORKER_DIED.search(e.message)) for e in real)
-        return next((e for e, match in ends if match is not None and (match[2] or match[3])), found)
+        found = next(iter(real or self.errors), NO_ERROR)
+        told = (e for e in real if (m := WORKER_DIED.search(e.message)) and (m[2] or m[3]))
+        return next(told, found) if WORKER_DIED.search(found.message) else found
+
+
+_NOT_FAILED = Uncaught(how="", thread=None, wall_ns=None, errors=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,46 +192,41 @@ class ProcessEnd:
     """As the process itself knew it when it failed."""
 
     @property
-    def failure(self) -> Uncaught | None:
-        """The exception that ended it; None where none did."""
-        return next((each for each in self.uncaught if each.how != "thread"), None)
+    def failure(self) -> Uncaught:
+        """The exceptions that ended it; its `how` is empty where none did."""
+        return next((each for each in self.uncaught if each.how != "thread"), _NOT_FAILED)
 
     @property
-    def how(self) -> str | None:
-        """What kind of exception ended it, as in `Uncaught`; None where none did."""
-        return self.failure.how if self.failure is not None else None
+    def how(self) -> str:
+        """What kind of exception ended it, as in `Uncaught`; empty where none did."""
+        return self.failure.how
 
     @property
     def ran_out_of_gpu_memory(self) -> bool:
         """Whether the exception that ended it, or one that led to it, says so."""
-        errors = self.failure.errors if self.failure is not None else ()
-        return any(parse_torch_message(error.message) is not None for error in errors)
+        return any(parse_torch_message(error.message) for error in self.failure.errors)
 
     @property
-    def error(self) -> Error | None:
+    def error(self) -> Error:
         """The exception that ended it, or the one that led to its exit."""
-        return self.failure.error if self.failure is not None else None
+        return self.failure.error
 
     @property
-    def thread_error(self) -> Uncaught | None:
+    def thread_error(self) -> Uncaught:
         """The first exception that ended one of its threads."""
-        return next((each for each in self.uncaught if each.how == "thread"), None)
+        return next((each for each in self.uncaught if each.how == "thread"), _NOT_FAILED)
 
     @property
     def failed_ns(self) -> int | None:
         """Unix time at which it was lost: its exception, else its end."""
-        failure = self.failure
-        times = [failure.wall_ns if failure is not None else None, self.wall_ns]
+        times = (self.failure.wall_ns, self.wall_ns)
         return min((time for time in times if time is not None), default=None)
 
     @property
     def clean(self) -> bool:
         """Whether it ended as a process ends that has done its work."""
-        if self.signal is not None or self.status:
-            return False
-        if self.status == 0:
-            return True
-        return self.closed and self.failure is None
+        is_quiet = self.status is None and self.closed and not self.how
+        return self.signal is None and (self.status == 0 or is_quiet)
 
     @property
     def killed_with_bytes(self) -> int | None:
@@ -234,7 +239,11 @@ class ProcessEnd:
     @property
     def over(self) -> bool:
         """Whether anything tells that it has ended."""
-        return self.seen or self.closed or self.failure is not None
+        return self.seen or self.closed or bool(self.how)
+
+
+NO_END = ProcessEnd(host="", pid=0, rank=None)
+"""Of a process of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,22 +304,14 @@ def caught_failures(files: RunFiles) -> dict[int, GpuOutOfMemory]:
 def arrived_signals(files: RunFiles) -> list[Arrived]:
     """Signals that came to launchers, in order of time."""
     found = []
-    for node in files.nodes:
-        for line in node.of_type("signal"):
-            number, wall_ns = integer(line.get("signal")), integer(line.get("wall_ns"))
-            if number is None or wall_ns is None:
-                continue
-            end_s = integer(line.get("slurm_end_s"))
-            found.append(
-                read_record(
-                    Arrived,
-                    line,
-                    host=node.host,
-                    wall_ns=wall_ns,
-                    signal=number,
-                    slurm_end_ns=None if end_s is None else end_s * 1_000_000_000,
-                )
-            )
+    for node, line in [(n, line) for n in files.nodes for line in n.of_type("signal")]:
+        number, wall_ns = integer(line.get("signal")), integer(line.get("wall_ns"))
+        if number is None or wall_ns is None:
+            continue
+        end_s = integer(line.get("slurm_end_s"))
+        end_ns = None if end_s is None else end_s * NS_PER_S
+        found.append(read_record(Arrived, line, host=node.host, wall_ns=wall_ns, signal=number,
+                                 slurm_end_ns=end_ns))  # fmt: skip
     return sorted(found, key=lambda signal: signal.wall_ns)
 
 
@@ -350,27 +351,23 @@ def _take_uncaught(found: _Found, host: str, pid: int, content: Mapping[str, Any
 
 def _take_terminate(facts: dict[str, Any], path: Path) -> None:
     """A C++ exception, as in_job/terminate.cpp writes it: Unix time, type, text."""
-    try:
+    with contextlib.suppress(OSError):
         content = path.read_bytes()[:_FIELD_CHARS].decode(errors="replace")
-    except OSError:
-        return
-    time, _, rest = content.partition("\n")
-    kind, _, message = rest.partition("\n")
-    error = Error(type=kind or "std::terminate", message=mask_text(message))
-    wall_ns = int(time) if time.isascii() and time.isdigit() and len(time) < 20 else None
-    native = Uncaught(how="terminate", thread=None, wall_ns=wall_ns, errors=(error,))
-    facts["uncaught"] = (*facts.get("uncaught", ()), native)[:_ENTRY_LIMIT]
+        time, kind, message, *_ = *content.split("\n", 2), "", ""
+        error = Error(type=kind or "std::terminate", message=mask_text(message))
+        wall_ns = int(time) if time.isascii() and time.isdigit() and len(time) < 20 else None
+        native = Uncaught(how="terminate", thread=None, wall_ns=wall_ns, errors=(error,))
+        facts["uncaught"] = (*facts.get("uncaught", ()), native)[:_ENTRY_LIMIT]
 
 
 def _uncaught(entry: Mapping[str, Any]) -> Uncaught:
+    child = _failed_child(entry.get("children"))
+    errors = objects(entries(entry.get("errors"))[:_CHAIN_LIMIT])
     return Uncaught(
         how=text(entry.get("how")) or "exception",
         thread=text(entry.get("thread")),
         wall_ns=integer(entry.get("wall_ns")),
-        errors=tuple(
-            _error(each, _failed_child(entry.get("children")))
-            for each in objects(entries(entry.get("errors"))[:_CHAIN_LIMIT])
-        ),
+        errors=tuple(_error(each, child) for each in errors),
     )
 
 
@@ -385,7 +382,7 @@ def _failed_child(children: object) -> tuple[int, int, int] | None:
     return failed[0] if len(failed) == 1 else None
 
 
-def _error(content: Mapping[str, Any], ended_child: tuple[int, int, int] | None = None) -> Error:
+def _error(content: Mapping[str, Any], ended_child: tuple[int, int, int] | None) -> Error:
     frames = parse_frames(content.get("frames")) or ()
     return Error(
         type=(text(content.get("type")) or "?")[:200],
@@ -441,11 +438,9 @@ def _take_fields(facts: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: facts[name] for name in facts.keys() & ProcessEnd.__dataclass_fields__.keys()}
     kept |= {"rank": facts.get("rank"), "generation": facts.get("generation", -1)}
     kept["uncaught"] = tuple(
-        each
-        for each in facts.get("uncaught", ())
-        if each.how != "exit_call"
+        each for each in facts.get("uncaught", ()) if each.how != "exit_call"
         or [facts.get("status")] == [error.exit_status or 1 for error in each.errors[:1]]
-    )
+    )  # fmt: skip
     return kept
 
 
@@ -463,9 +458,9 @@ def _add_printed(end: ProcessEnd) -> ProcessEnd:
     """
     if end.signal in _CRASHES and not end.crashed_at:
         end = replace(end, crashed_at=_dumped_frames(end.printed))
-    if end.failure is not None:
-        return end
     error = None
+    if end.how:
+        return end
     if end.signal == signal.SIGABRT:
         if aborted := _TERMINATED.search("\n".join(end.printed)):
             error = Error(type=aborted[1], message=aborted[2].strip()[:_FIELD_CHARS])
@@ -493,13 +488,10 @@ def _printed_error(printed: Sequence[str]) -> Error | None:
     said = None if at is None else _PRINTED_ERROR.match(lines[at])
     if at is None or said is None:
         return None
-    places = [
-        ((file, int(line), function), source)
-        for file, line, function, source in FILE_LINE.findall("\n".join(lines[:at]))
-    ]
-    frames = tuple(frame for frame, _ in places)
+    found = FILE_LINE.findall("\n".join(lines[:at]))
+    frames = tuple((file, int(line), function) for file, line, function, _ in found)
     own = own_frame(frames)
-    source = next((source for frame, source in places if frame == own), "")
+    source = found[frames.index(own)][3] if own else ""
     message = "\n".join([said[2] or "", *lines[at + 1 :]]).strip()
     return Error(type=said[1], message=message[:_FIELD_CHARS], line=own, source=source,
                  frames=frames)  # fmt: skip
@@ -507,12 +499,8 @@ def _printed_error(printed: Sequence[str]) -> Error | None:
 
 def _add_torch_numbers(end: ProcessEnd) -> ProcessEnd:
     """Adds what torch's own text tells of GPU memory, where the process noted less or nothing."""
-    if end.failure is None:
-        return end
-    for error in end.failure.errors:
-        said = parse_torch_message(error.message)
-        if said is None:
-            continue
+    told = ((e, said) for e in end.failure.errors if (said := parse_torch_message(e.message)))
+    for error, said in islice(told, 1):
         noted, raised_ns = end.gpu_memory, end.failure.wall_ns or 0
         if noted is None or raised_ns - (noted.wall_ns or raised_ns) > _SAME_FAILURE_NS:
             return replace(end, gpu_memory=replace(said, line=error.line, step=end.step))
@@ -524,10 +512,10 @@ def _add_torch_numbers(end: ProcessEnd) -> ProcessEnd:
 
 def _add_workers_kill(end: ProcessEnd, ends: Sequence[ProcessEnd]) -> ProcessEnd:
     """Adds what the kernel said of the DataLoader worker whose end an exception tells of."""
-    match = WORKER_DIED.search(end.error.message) if end.error is not None else None
-    if match is None:
-        return end
-    killed = (e.oom for e in ends if e.oom and e.host == end.host and str(e.pid) == match[1])
+    match = WORKER_DIED.search(end.error.message)
+    killed = (
+        e.oom for e in ends if match and e.oom and (e.host, str(e.pid)) == (end.host, match[1])
+    )
     return replace(end, oom=next(killed, end.oom))
 
 
@@ -543,22 +531,17 @@ def _without_helpers(end: ProcessEnd, ends: Sequence[ProcessEnd]) -> ProcessEnd:
 
 def _place_generations(ends: Sequence[ProcessEnd]) -> list[ProcessEnd]:
     """Processes that did not say so belong to the last generation that had begun by then."""
-    begun: dict[int, int] = {}
-    for end in ends:
-        if end.generation >= 0 and end.rank is not None:
-            since = end.started_ns if end.started_ns is not None else end.failed_ns
-            if since is not None:
-                begun[end.generation] = min(since, begun.get(end.generation, since))
     placed = [end for end in ends if end.generation >= 0]
     unplaced = [end for end in ends if end.generation < 0]
+    seen = [(e.generation, e.failed_ns if e.started_ns is None else e.started_ns)
+            for e in placed if e.rank is not None]  # fmt: skip
     for end in sorted(unplaced, key=lambda end: end.failed_ns or 0):
         time = end.failed_ns or 0
-        generation = max((g for g, since in begun.items() if since <= time), default=0)
+        generation = max((g for g, since in seen if since is not None and since <= time), default=0)
         over = {
-            e.generation
-            for e in placed
+            e.generation for e in placed
             if end.rank is not None and e.rank == end.rank and not (e.helper or end.helper)
-            and e.over and (e.failed_ns or 0) < (end.failed_ns or 0)
+            and e.over and (e.failed_ns or 0) < time
         }  # fmt: skip
         while generation in over:  # that start's process of this rank had ended: this is the next
             generation += 1
@@ -628,11 +611,10 @@ _SIGNALS: dict[int, str] = {
 }
 
 
-def wait_failure(error: Error | None) -> str | None:
+def wait_failure(error: Error) -> str | None:
     """What ended a rank that waited for another one; None where its error is its own."""
-    if error is None or _has_lost_worker(error):
-        return None
-    return wait_failure_text(f"{error.type}: {error.message}")
+    lost = _has_lost_worker(error)
+    return None if lost else wait_failure_text(f"{error.type}: {error.message}")
 
 
 def _has_lost_worker(error: Error) -> bool:
@@ -646,58 +628,48 @@ def wait_failure_text(said: str) -> str | None:
     return next((by for pattern, by in _WAITED_FOR if pattern.search(said)), None)
 
 
-def had_addresses(error: Error | None) -> bool:
-    """Whether gloo failed to connect ranks, each of which had left its address in the store."""
-    return error is not None and "connectFullMesh failed" in error.message
-
-
-def is_launchers(error: Error | None) -> bool:
+def is_launchers(error: Error) -> bool:
     """Whether an exception only reports that another process failed."""
-    return error is not None and error.type.rpartition(".")[2] in _LAUNCHERS_ERRORS
+    return error.type.rpartition(".")[2] in _LAUNCHERS_ERRORS
 
 
-def accused_ranks(error: Error | None) -> tuple[int, ...]:
+def accused_ranks(error: Error) -> tuple[int, ...]:
     """Ranks that an exception names as those that others waited for."""
-    match = _ACCUSED.search(error.message) if error is not None else None
+    match = _ACCUSED.search(error.message)
     words = match[1].replace(" ", "").split(",") if match else []
     return tuple(int(word) for word in words if word.isdigit() and len(word) < 8)
 
 
-def worker_death(error: Error | None) -> tuple[str, str] | None:
+def worker_death(error: Error) -> tuple[str, str] | None:
     """The cause and the end of a DataLoader worker of which an exception tells.
 
     The main thread's line is where a signal met it (SIGCHLD), and caused nothing.
     """
-    match = WORKER_DIED.search(error.message) if error is not None else None
-    if match is None:
-        return _lost_worker(error) if error is not None and _has_lost_worker(error) else None
-    if match[2] is None and error is not None and error.ended_child is not None:
-        return _lost_worker(error)
-    if match[2] is None:
-        status = f" with exit status {match[3]}" if match[3] else ""
-        return "exit", f"its DataLoader worker (pid {match[1]}) ended{status}; why is not known"
-    kind = "killed" if match[2] in ("Killed", "Terminated", "Interrupt") else "crash"
-    return kind, f"its DataLoader worker (pid {match[1]}) was ended by a signal: {match[2]}"
+    match, child = WORKER_DIED.search(error.message), error.ended_child
+    if match is None and not _has_lost_worker(error):
+        return None
+    kind, by, worker, status = "exit", "", "one of its DataLoader workers", None
+    if match is not None and (match[2] or child is None):
+        worker, status = f"its DataLoader worker (pid {match[1]})", match[3]
+        if match[2]:
+            kind = "killed" if match[2] in ("Killed", "Terminated", "Interrupt") else "crash"
+            by = f"a signal: {match[2]}"
+    elif child is not None:
+        worker, status = f"its DataLoader worker (pid {child[0]})", str(child[2])
+        if child[1]:
+            kind, by = "crash" if child[1] in _CRASHES else "killed", signal_name(child[1])
+    if by:
+        return kind, f"{worker} was ended by {by}"
+    with_status = f" with exit status {status}" if status else ""
+    return kind, f"{worker} ended{with_status}; why is not known"
 
 
-def _lost_worker(error: Error) -> tuple[str, str]:
-    """The same, where the connection to the worker tells that it is gone."""
-    if error.ended_child is None:
-        return "exit", "one of its DataLoader workers ended; why is not known"
-    pid, number, status = error.ended_child
-    if number:
-        kind = "crash" if number in _CRASHES else "killed"
-        return kind, f"its DataLoader worker (pid {pid}) was ended by {signal_name(number)}"
-    said = f"its DataLoader worker (pid {pid}) ended with exit status {status}"
-    return "exit", f"{said}; why is not known"
-
-
-def dead_worker(error: Error | None) -> int | None:
+def dead_worker(error: Error) -> int | None:
     """The process of the only DataLoader worker of whose end an exception tells."""
-    match = WORKER_DIED.search(error.message) if error is not None else None
+    match, child = WORKER_DIED.search(error.message), error.ended_child
     if match is not None and match[1].isdigit():
         return int(match[1])
-    return error.ended_child[0] if error is not None and error.ended_child is not None else None
+    return child[0] if child is not None else None
 
 
 def kind_of(end: ProcessEnd) -> str:
@@ -705,7 +677,7 @@ def kind_of(end: ProcessEnd) -> str:
     error = end.error
     if end.ran_out_of_gpu_memory:
         return "out_of_memory"
-    if error is not None and error.type != "SystemExit":
+    if error.is_failure:
         said = f"{error.type}: {error.message}"
         known = next((kind for kind, pattern in _KINDS if pattern.search(said)), None)
         if known is not None or error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -718,7 +690,7 @@ def kind_of(end: ProcessEnd) -> str:
         return "out_of_memory"
     if end.signal is not None:
         return "crash" if end.signal in _CRASHES else "killed"
-    return "exit" if end.status is not None or end.failure is not None else "gone"
+    return "exit" if end.status is not None or end.how else "gone"
 
 
 def what_happened(end: ProcessEnd) -> str:
@@ -726,21 +698,20 @@ def what_happened(end: ProcessEnd) -> str:
     error = end.error
     if end.gpu_memory is not None and end.ran_out_of_gpu_memory:
         return end.gpu_memory.text
-    if error is not None and error.type != "SystemExit":
+    if error.is_failure:
         if worker := worker_death(error):
             return worker[1] + (", by the kernel: its memory was used up" if end.oom else "")
-        inner = inner_error(error)
+        inner_said, inner_place, _ = inner_error(error)
         raised = _WORKER_RAISED.search(error.message)
-        who = f"its DataLoader worker {raised[1]} raised " if raised else ""
-        place = inner[1] or error.location or crash_place(end)
-        exits = end.failure is not None and end.failure.errors[0].type == "SystemExit"
+        no_memory = kind_of(end) == "out_of_memory"
+        verb = "ran" if no_memory else "raised"
+        who = f"its DataLoader worker {raised[1]} {verb} " if raised else ""
+        place = inner_place or error.location or crash_place(end)
+        exits = end.failure.errors[0].type == "SystemExit"
         via = f", and exited with status {end.status}" if exits and end.status else ""
         by_signal = f" ({signal_name(end.signal)})" if end.signal is not None else ""
         way = f"it aborted itself{by_signal}: " if end.how == "terminate" else ""
-        said = inner[0] or error.short
-        if kind_of(end) == "out_of_memory":
-            who = who.replace(" raised ", " ran ")
-            said = _out_of_memory_text(end, error)
+        said = _out_of_memory_text(end, error) if no_memory else inner_said or error.short
         by = "; known by its last lines on stderr" if end.how == "printed" else ""
         if _NOT_WRITTEN.search(error.message):
             by += "; torch could not write the file: a full disk, a quota, or a limit (ulimit -f)"
@@ -761,16 +732,15 @@ def what_happened(end: ProcessEnd) -> str:
     if end.status is not None:
         thread = thread_text(end)
         if knows_exit(end):
-            failure = end.failure
-            by = "sys.exit" if failure is not None and failure.how == "exit_call" else "SystemExit"
-            parts = [f"it exited with status {end.status} ({by})"]
-            for each in failure.errors[:1] if failure is not None else ():
-                parts[0] += f" at {each.location}" if each.location else ""
-                parts += [shorten(each.message)] if each.exit_status is None else []
-            for each in failure.errors[1:2] if failure is not None else ():
-                parts[-1] += f", while handling {each.short} ({each.location})"
-            says = failure is not None and failure.errors and failure.errors[0].exit_status is None
-            return ": ".join(parts) + ("" if says else _last_line(end)) + thread
+            by = "sys.exit" if end.how == "exit_call" else "SystemExit"
+            exited, handled, *_ = *end.failure.errors, NO_ERROR, NO_ERROR
+            at = f" at {exited.location}" if exited.location else ""
+            says = exited is not NO_ERROR and exited.exit_status is None
+            told = f": {shorten(exited.message)}" if says else ""
+            if handled is not NO_ERROR:
+                told += f", while handling {handled.short} ({handled.location})"
+            last = "" if says else _last_line(end)
+            return f"it exited with status {end.status} ({by}){at}{told}{last}{thread}"
         without = end.started_ns is not None and not end.closed  # of others nothing was recorded
         way = " without Python's own exit" if without else ""
         way += " (os._exit, exec, native code, no memory)" if without else ""
@@ -805,7 +775,7 @@ def _last_line(end: ProcessEnd) -> str:
 
 def _root_text(end: ProcessEnd, error: Error) -> str:
     """`; raised from KeyError: 'a' (data.py:3 in load)`: the first of its chain with a line."""
-    chain = end.failure.errors if end.failure is not None and end.failure.how == "exception" else ()
+    chain = end.failure.errors if end.how == "exception" else ()
     roots = [e for e in chain if e.line is not None and e.type != "SystemExit" and e is not error]
     if not roots or roots[-1].message in error.message:
         return ""
@@ -814,47 +784,40 @@ def _root_text(end: ProcessEnd, error: Error) -> str:
 
 def thread_text(end: ProcessEnd) -> str:
     """`; its thread reader had died of ValueError: bad record (train.py:9 in read)`, or nothing."""
-    noted = end.thread_error
-    if noted is None or noted.error is None:
-        return ""
-    place = f" ({noted.error.location})" if noted.error.location else ""
-    return f"; its thread {noted.thread} had died of {noted.error.short}{place}"
+    error = end.thread_error.error
+    place = f" ({error.location})" if error.location else ""
+    said = f"; its thread {end.thread_error.thread} had died of {error.short}{place}"
+    return said if error is not NO_ERROR else ""
 
 
 def is_certain(end: ProcessEnd) -> bool:
     """Whether the cause of an end was seen: what was printed may be about something else."""
-    unsure = end.error is not None and _NOT_WRITTEN.search(end.error.message) is not None
-    return not (end.how == "printed" or unsure) and (kind_of(end) != "exit" or knows_exit(end))
+    unsure = end.how == "printed" or _NOT_WRITTEN.search(end.error.message)
+    return not unsure and (kind_of(end) != "exit" or knows_exit(end))
 
 
 def knows_exit(end: ProcessEnd) -> bool:
     """Whether it is proved that the process left by sys.exit: no exception would look the same."""
-    return end.exited or end.error is not None
+    return end.exited or end.error is not NO_ERROR
 
 
-def unlike_messages(error: Error | None) -> str | None:
+def unlike_messages(error: Error) -> str | None:
     """That a rank was sent more than it waited for, as gloo notices it; None where it was not."""
-    match = _UNLIKE.search(error.message) if error is not None else None
-    if match is None:
-        return None
-    return f"it was sent a message of {match[1]} bytes where it waited for {match[2]}"
+    said = _UNLIKE.search(error.message)
+    return said and f"it was sent a message of {said[1]} bytes where it waited for {said[2]}"
 
 
 def inner_error(error: Error) -> tuple[str, str, str]:
     """What another process's traceback in a message says: error, user's line, and its source."""
     if "Traceback (most recent call last)" not in error.message:
         return "", "", ""
-    lines = [line.strip() for line in error.message.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if _ERROR.match(line)), "")
-    places = [
-        (file, line, function, source)
-        for file, line, function, source in FILE_LINE.findall(error.message)
-        if not is_library(file, function)
-    ]
+    lines = [line.strip() for line in error.message.splitlines()]
+    said = next((line for line in reversed(lines) if _ERROR.match(line)), "")[:200]
+    places = [p for p in FILE_LINE.findall(error.message) if not is_library(p[0], p[2])]
     if not places:
-        return said[:200], "", ""
+        return said, "", ""
     file, line, function, source = places[-1]
-    return said[:200], f"{file.rpartition('/')[2]}:{line} in {function}", source
+    return said, f"{file.rpartition('/')[2]}:{line} in {function}", source
 
 
 def signal_name(number: int) -> str:
