@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from haiprof.base.medians import MAD_TO_SIGMA, mean_median, upper_median
 from haiprof.base.units import NS_PER_S, duration_text
@@ -16,6 +16,7 @@ from haiprof.diagnosis.thresholds import (
     PREFLIGHT_RATIO,
 )
 
+T = TypeVar("T")
 _NOISY = ("disk_bytes_per_s", "loader_batches_per_s")
 """What others who use the same disk or cores change: half of the peers' is needed, as of links."""
 NONE_IS_USUAL, TIMEOUT = "none is usual", "timeout"
@@ -111,29 +112,26 @@ def _rates(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
     return found
 
 
-def _lowest(values: Sequence[float], ratio: float) -> float:
-    """What is below it is slow: far from the median in MADs and as a share."""
+def _slower(
+    rates: Mapping[T, float], known: float | None, ratio: float
+) -> Iterator[tuple[T, float, float, str]]:
+    """Who is slower than peers, else than the baseline: whose value, it, the usual one, of whom.
+
+    Slow is far from the median in MADs and as a share.
+    """
     # Half of what the share allows is slow however the peers spread: a node of four that is slow to
     # all others makes half of the links slow, and the MAD as large as the fault.
-    usual = upper_median(values)  # of two the better one: the worse is not usual
-    mad = mean_median([abs(value - usual) for value in values]) * MAD_TO_SIGMA
-    return min(usual * (1 - ratio), max(usual * (1 - ratio) / 2, usual - PREFLIGHT_MADS * mad))
-
-
-def _comparison(
-    values: Sequence[float], known: float | None, ratio: float
-) -> Callable[[float], tuple[float, str] | None]:
-    """What one of some ranks' values is slower than: its peers, else the baseline; or None."""
-    lowest = _lowest(values, ratio) if len(values) > 1 else 0.0
-
-    def compare(value: float) -> tuple[float, str] | None:
+    values, usual, lowest = list(rates.values()), 0.0, 0.0
+    if len(values) > 1:
+        usual = upper_median(values)  # of two the better one: the worse is not usual
+        mad = mean_median([abs(value - usual) for value in values]) * MAD_TO_SIGMA
+        far = max(usual * (1 - ratio) / 2, usual - PREFLIGHT_MADS * mad)
+        lowest = min(usual * (1 - ratio), far)
+    for who, value in rates.items():
         if value < lowest:
-            return upper_median(values), "peers"
-        if known is not None and value < known * (1 - ratio):
-            return known, "baseline"
-        return None
-
-    return compare
+            yield who, value, usual, "peers"
+        elif known is not None and value < known * (1 - ratio):
+            yield who, value, known, "baseline"
 
 
 def _slow_ranks(
@@ -145,29 +143,29 @@ def _slow_ranks(
         if what.startswith("all_reduce") or what == _CLOCK:
             continue
         ratio = PREFLIGHT_LINK_RATIO if what in _NOISY else PREFLIGHT_RATIO
-        compare = _comparison(list(own.values()), baseline.get(what), ratio)
-        for rank, value in own.items():
-            if (faster := compare(value)) is not None:
-                yield Suspect(what=what, rank=rank, host=hosts[rank], value=value, usual=faster[0],
-                              against=faster[1])  # fmt: skip
+        for rank, value, usual, against in _slower(own, baseline.get(what), ratio):
+            yield Suspect(what=what, rank=rank, host=hosts[rank], value=value, usual=usual,
+                          against=against)  # fmt: skip
 
 
 def _slow_clocks(
     ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, float]
 ) -> Iterator[Suspect]:
     """GPUs whose clock under load is below that of their peers, or held down by what is unusual."""
-    clocks = [(own, own["clock"]["mhz"]) for own in ranks if own["rates"].get(_CLOCK) is not None]
-    compare = _comparison([mhz for _, mhz in clocks], baseline.get(_CLOCK), PREFLIGHT_CLOCK_RATIO)
-    for own, mhz in clocks:
-        bits, highest = int(own["clock"]["reasons"] or 0), own["clock"]["max_mhz"]
+    clocks = {at: own["clock"]["mhz"] for at, own in enumerate(ranks)
+              if own["rates"].get(_CLOCK) is not None}  # fmt: skip
+    slow = {at: (usual, against) for at, _, usual, against in
+            _slower(clocks, baseline.get(_CLOCK), PREFLIGHT_CLOCK_RATIO)}  # fmt: skip
+    for at, mhz in clocks.items():
+        own, clock = ranks[at], ranks[at]["clock"]
+        bits, highest = int(clock["reasons"] or 0), clock["max_mhz"]
         half = highest is not None and mhz < highest * (1 - PREFLIGHT_LINK_RATIO)
-        faster = compare(mhz) or ((highest, "maximum") if bits & _NOT_USUAL or half else None)
-        if faster is None:
-            continue
-        held = dict.fromkeys(word for bit, word in _HELD_DOWN.items() if bits & bit)
-        yield Suspect(what=_CLOCK, rank=own["rank"], host=own["host"], value=mhz, usual=faster[0],
-                      against=faster[1],
-                      reason=f"held down by {', '.join(held)}" if held else "")  # fmt: skip
+        if at in slow or bits & _NOT_USUAL or half:
+            usual, against = slow.get(at, (highest, "maximum"))
+            held = dict.fromkeys(word for bit, word in _HELD_DOWN.items() if bits & bit)
+            yield Suspect(what=_CLOCK, rank=own["rank"], host=own["host"], value=mhz, usual=usual,
+                          against=against,
+                          reason=f"held down by {', '.join(held)}" if held else "")  # fmt: skip
 
 
 def _tight_limits(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
@@ -232,23 +230,14 @@ def _slow_links(ranks: Sequence[Mapping[str, Any]], slow: set[int | None]) -> It
     links: dict[tuple[str, str], list[float]] = {}
     for own in ranks:
         for to_rank, (bytes_per_s, _) in own.get("sends", {}).items():
-            if {own["rank"], int(to_rank)} & slow:
-                continue
-            links.setdefault((own["host"], hosts[int(to_rank)]), []).append(bytes_per_s)
+            if not {own["rank"], int(to_rank)} & slow:
+                links.setdefault((own["host"], hosts[int(to_rank)]), []).append(bytes_per_s)
     for inside in (False, True):
-        rates = {
-            link: mean_median(values)
-            for link, values in links.items()
-            if (link[0] == link[1]) == inside
-        }
-        if len(rates) < 2:
-            continue
-        values = list(rates.values())
-        lowest = _lowest(values, PREFLIGHT_LINK_RATIO)
-        for (host, to_host), value in rates.items():
-            if value < lowest:
-                yield Suspect(what="send_bytes_per_s", host=host, to_host=to_host, value=value,
-                              usual=upper_median(values))  # fmt: skip
+        rates = {link: mean_median(values) for link, values in links.items()
+                 if (link[0] == link[1]) == inside}  # fmt: skip
+        for (host, to_host), value, usual, _ in _slower(rates, None, PREFLIGHT_LINK_RATIO):
+            yield Suspect(what="send_bytes_per_s", host=host, to_host=to_host, value=value,
+                          usual=usual)  # fmt: skip
 
 
 def _below_baseline(

@@ -214,11 +214,12 @@ def _attempts(frames: RunFrames) -> list[Attempt]:
 def _attempt(frames: RunFrames, death: Death) -> Attempt:
     hosts = {fate.host for fate in death.fates if fate.rank in death.ranks}
     trained = any(fate.step for fate in death.fates)
-    error = _BEFORE_ERROR.sub("", death.what, count=1)
+    error, raised = _BEFORE_ERROR.sub("", death.what, count=1), death.cause == "exception"
     of_data = _OF_DATA.match(error) is not None
-    is_wrong = _PROGRAM.match(error) is not None
-    is_of_all = death.cause == "exception" and {f.rank for f in death.fates} == set(death.ranks)
-    is_wrong |= is_of_all and not trained and _OF_MACHINE.search(error) is None
+    is_wrong = _PROGRAM.match(error) is not None or (
+        raised and {f.rank for f in death.fates} == set(death.ranks)
+        and not trained and _OF_MACHINE.search(error) is None
+    )  # fmt: skip
     is_exit = death.cause == "exit" and death.line is not None and error == death.what
     return Attempt(
         run=frames.run.root.name,
@@ -229,8 +230,8 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
         has_trained=trained and death.own_end is None,
         is_hardware=_HARDWARE.search(death.message or "") is not None,
         is_program=death.cause == "mismatch"
-        or (death.cause == "exception" and (is_wrong or (of_data and not trained))),
-        is_of_code=is_exit or (death.cause in ("exception", "exit") and (of_data or is_wrong)),
+        or (raised and (is_wrong or (of_data and not trained))),
+        is_of_code=is_exit or ((raised or death.cause == "exit") and (of_data or is_wrong)),
         is_nan=ended_on_nan(death.cause, (death.message, death.source), death.fates),
         growth_bytes_per_step=_growth(frames, death),
         has_saved=any(start.saves for start in frames.run_record().starts),

@@ -217,7 +217,7 @@ def compilation(inputs: RuleInputs) -> Finding | None:
     """torch.compile takes a considerable part of the run's time."""
     # Most of it lies in steps that are not judged, the first ones: the ledger of steps lacks it.
     found = {r: compile_intervals(files) for r, files in inputs.analyzer.judged_files().items()}
-    known = {r: each for r, each in found.items() if each is not None and len(each.starts)}
+    known = {r: each for r, each in found.items() if len(each.starts)}
     if not known:
         return None
     wall_time = inputs.analyzer.goodput()

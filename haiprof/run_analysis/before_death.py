@@ -70,31 +70,23 @@ class MemoryAtEnd:
     @property
     def text(self) -> str:
         """For people."""
-        parts = []
-        if self.killed_with_bytes:
-            parts.append(f"{bytes_text(self.killed_with_bytes)} resident at the kill")
-        size, before = self.rss_bytes, self.sampled_before_ns
+        size, before = self.rss_bytes, self.sampled_before_ns or 0
         if (self.most_rss_bytes or 0) > _FREED_RATIO * (size or 0):  # it frees what it had, then
-            size, before = self.most_rss_bytes, self.most_before_ns
-        if size is not None:
-            when = f"{duration_text(before)} before its end" if (before or 0) >= _SOON_NS else \
-                "at its end"  # fmt: skip
-            whose = " with its child processes" if (self.process_count or 0) > 1 else ""
-            parts.append(f"{bytes_text(size)} resident{whose} {when}")
-        if self.growth_bytes_per_step:
-            parts.append(f"growing by {bytes_text(round(self.growth_bytes_per_step))} a step")
-        if self.limit_bytes:
-            parts.append(f"limit of its control group {bytes_text(self.limit_bytes)}")
-        if self.address_limit_bytes:
-            limit = bytes_text(self.address_limit_bytes)
-            parts.append(f"limit of its address space {limit} (ulimit -v: what it has mapped "
-                         f"counts, resident or not; {OWN_ADDRESS_SPACE})")  # fmt: skip
-        if self.available_bytes is not None:
-            parts.append(f"{bytes_text(self.available_bytes)} available on the node")
-        if self.shm_bytes and self.shm_used_bytes is not None:
-            parts.append(
-                f"/dev/shm {bytes_text(self.shm_used_bytes)} of {bytes_text(self.shm_bytes)}"
-            )
+            size, before = self.most_rss_bytes, self.most_before_ns or 0
+        when = f"{duration_text(before)} before its end" if before >= _SOON_NS else "at its end"
+        whose = " with its child processes" if (self.process_count or 0) > 1 else ""
+        of_shm = self.shm_used_bytes if self.shm_bytes else None
+        sizes = (
+            (self.killed_with_bytes or None, "{} resident at the kill"),
+            (size, f"{{}} resident{whose} {when}"),
+            (self.growth_bytes_per_step or None, "growing by {} a step"),
+            (self.limit_bytes or None, "limit of its control group {}"),
+            (self.address_limit_bytes or None, "limit of its address space {} (ulimit -v: what it "
+             f"has mapped counts, resident or not; {OWN_ADDRESS_SPACE})"),
+            (self.available_bytes, "{} available on the node"),
+            (of_shm, f"/dev/shm {{}} of {bytes_text(self.shm_bytes)}"),
+        )  # fmt: skip
+        parts = [said.format(bytes_text(round(n))) for n, said in sizes if n is not None]
         return f"memory of rank {self.rank}: {', '.join(parts)}" if parts else ""
 
 
@@ -111,11 +103,8 @@ def memory_at_end(
     hosts = sorted({end.host for rank, end in own.items() if rank in death.ranks})
     between = (death.died_ns - LAST_NS, death.died_ns + NS_PER_S)
     frame = counter_frame(files, between=between, hosts=hosts, metrics=list(_METRICS))
-    found = [
-        _of_rank(rank, end, frame, death.died_ns, steps())
-        for rank in death.ranks[:8]
-        if (end := own.get(rank)) is not None
-    ]
+    found = [_of_rank(rank, own[rank], frame, death.died_ns, steps())
+             for rank in death.ranks[:8] if rank in own]  # fmt: skip
     return tuple(each for each in found if each.text)
 
 
@@ -130,21 +119,23 @@ def _of_rank(
     most_at, most = max(rss, key=lambda each: each[1], default=(None, None))
     counts = dict(_series(own, "process_count"))
     limit = integer((end.oom or {}).get("limit_bytes"))
-    limits = _series(node, "memory_limit_bytes")
-    available = _series(node, "memory_available_bytes")
     shm = end.shm or {}
+
+    def last(series: Sequence[tuple[int, float]]) -> int | None:
+        return round(series[-1][1]) if series else None
+
     return MemoryAtEnd(
         rank=rank,
-        rss_bytes=round(rss[-1][1]) if rss else None,
+        rss_bytes=last(rss),
         sampled_before_ns=max(0, died_ns - rss[-1][0]) if rss else None,
         most_rss_bytes=None if most is None else round(most),
         most_before_ns=None if most_at is None else max(0, died_ns - most_at),
         process_count=None if (n := counts.get(most_at or 0)) is None else round(n),
         killed_with_bytes=end.killed_with_bytes,
         growth_bytes_per_step=_growth(rss, steps.filter(steps["rank"] == rank)),
-        limit_bytes=limit if limit is not None else (round(limits[-1][1]) if limits else None),
+        limit_bytes=last(_series(node, "memory_limit_bytes")) if limit is None else limit,
         address_limit_bytes=end.address_limit_bytes,
-        available_bytes=round(available[-1][1]) if available else None,
+        available_bytes=last(_series(node, "memory_available_bytes")),
         shm_used_bytes=integer(shm.get("used_bytes")),
         shm_bytes=integer(shm.get("total_bytes")),
     )
@@ -191,9 +182,9 @@ class GpuMemoryAtEnd:
     reasons: tuple[str, ...]
     """Why there was no more, as far as it is known; each follows from numbers."""
     fragmented: bool | None
-    """Whether the request would have fitted into what was free, were that in one piece."""
+    """As of `failed`."""
     fits_ratio: float | None
-    """How much of the batch would have fitted, by the largest one before; None: not known."""
+    """As of `failed`."""
     growth_bytes_per_step: float | None
     """Of what is allocated where steps begin; None where it did not grow steadily."""
     by_line: tuple[tuple[str | None, int], ...]
@@ -206,26 +197,20 @@ class GpuMemoryAtEnd:
     def texts(self) -> Iterator[str]:
         """For people, a line each."""
         failed = self.failed
-        parts = [
-            f"{bytes_text(size)} {name}"
-            for name, size in (
-                ("allocated", failed.allocated_bytes),
-                ("reserved", failed.reserved_bytes),
-                ("free on the device", failed.device_free_bytes),
-                ("in other processes", failed.others_bytes),
-                ("in pools of CUDA graphs", failed.private_pool_bytes or None),
-            )
-            if size is not None
-        ]
+        sizes = (
+            (failed.allocated_bytes, "allocated"), (failed.reserved_bytes, "reserved"),
+            (failed.device_free_bytes, "free on the device"),
+            (failed.others_bytes, "in other processes"),
+            (failed.private_pool_bytes or None, "in pools of CUDA graphs"),
+        )  # fmt: skip
+        parts = [f"{bytes_text(size)} {name}" for size, name in sizes if size is not None]
         limit = failed.limit_bytes or failed.device_total_bytes
         of = f"; its limit is {bytes_text(limit)}" if limit is not None else ""
         if parts:
             yield f"GPU memory of rank {self.rank}: {', '.join(parts)}{of}"
         yield from self.reasons
-        if self.by_line:
-            named = [
-                f"{line or 'before the history'} {bytes_text(size)}" for line, size in self.by_line
-            ]
+        named = [f"{at or 'before the history'} {bytes_text(size)}" for at, size in self.by_line]
+        if named:
             yield f"in use by line: {', '.join(named)}"
         if self.snapshot:
             yield f"snapshot of the allocator: {self.snapshot} (haiprof trace memory FILE)"
@@ -244,26 +229,17 @@ def gpu_memory_at_end(
         failed = own[rank].gpu_memory if rank in own else None
         if failed is None:
             continue
-        if failed.wall_ns is None or death.died_ns is None:
-            is_near = death.cause == "out_of_memory"
-        else:
+        is_near = death.cause == "out_of_memory"
+        if failed.wall_ns is not None and death.died_ns is not None:
             is_near = death.died_ns - failed.wall_ns < BEFORE_NS
-        if not is_near:
-            continue
-        growth = growth_per_step(series[rank]) if rank in series else None
-        by_line, path = _by_line(files, failed)
-        found.append(
-            GpuMemoryAtEnd(
-                rank=rank,
-                failed=failed,
-                reasons=tuple(_reasons(failed, growth)),
-                fragmented=failed.fragmented,
-                fits_ratio=failed.fits_ratio,
-                growth_bytes_per_step=growth,
-                by_line=by_line,
-                snapshot=path,
-            )
-        )
+        if is_near:
+            growth = growth_per_step(series[rank]) if rank in series else None
+            by_line, path = _by_line(files, failed)
+            found.append(GpuMemoryAtEnd(
+                rank=rank, failed=failed, reasons=tuple(_reasons(failed, growth)),
+                fragmented=failed.fragmented, fits_ratio=failed.fits_ratio,
+                growth_bytes_per_step=growth, by_line=by_line, snapshot=path,
+            ))  # fmt: skip
     return tuple(found)
 
 
@@ -274,13 +250,11 @@ def _reasons(failed: GpuOutOfMemory, growth: float | None) -> Iterator[str]:
             "something is kept from each"
         )
     elif failed.is_larger:
-        fits = failed.fits_ratio
-        yield "one large batch: none of that size had gone through before" + (
-            f"; {ratio_text(fits)} of it would have fitted, if memory is in proportion to the "
-            "batch (rests on the peak of the largest one before)"
-            if fits is not None
-            else ""
-        )
+        fits = "" if failed.fits_ratio is None else (
+            f"; {ratio_text(failed.fits_ratio)} of it would have fitted, if memory is in "
+            "proportion to the batch (rests on the peak of the largest one before)"
+        )  # fmt: skip
+        yield f"one large batch: none of that size had gone through before{fits}"
     if failed.fragmented:
         yield (
             f"fragmentation: {bytes_text(failed.free_cached_bytes)} were cached and free, more "

@@ -68,21 +68,22 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
     cut = pl.col("oldest") & (pl.col("sequence") > 1)
     unknown = cut.any() & (pl.col("member_count") > 1).any()
     rows = rows.filter(~unknown.over("group", "sequence"))
+    sized = pl.col("kind").is_in(_SIZED)
     for (group,), part in rows.group_by("group", maintain_order=True):
         for what in ("kind", "element_count", "dtype"):
-            of_interest = part.drop_nulls(what)  # a scatter has inputs on its root alone
-            if what == "element_count":
-                of_interest = of_interest.filter(pl.col("kind").is_in(_SIZED))
+            # A scatter has inputs on its root alone.
+            of_interest = part.drop_nulls(what).filter(sized | (what != "element_count"))
             unlike = pl.col(what).n_unique().over("sequence", "member") > 1
             differing = of_interest.filter(unlike).sort("sequence", "member", maintain_order=True)
-            if not differing.height:
-                continue
-            at = differing.join(differing.head(1), on=["sequence", "member"], how="semi")
-            ranks_by_value = at.group_by(what, maintain_order=True).agg("rank").rows()
-            values = {str(value): tuple(sorted(ranks)) for value, ranks in ranks_by_value}
-            sequence = int(at["sequence"][0])
-            found.append(Mismatch(group=str(group), sequence=sequence, what=what, values=values))
-            break
+            if differing.height:
+                at = differing.join(differing.head(1), on=["sequence", "member"], how="semi")
+                by_value = at.group_by(what, maintain_order=True).agg("rank").rows()
+                values = {str(value): tuple(sorted(ranks)) for value, ranks in by_value}
+                sequence = int(at["sequence"][0])
+                found.append(
+                    Mismatch(group=str(group), sequence=sequence, what=what, values=values)
+                )
+                break
     return found
 
 
@@ -94,16 +95,10 @@ _CLOCK_EVENTS = 256
 
 COLLECTIVE_SCHEMA = {"rank": pl.Int64, "attempt": pl.Int64, "host": pl.String, **FLIGHT_SCHEMA}
 LATENESS_SCHEMA = {
-    "rank": pl.Int64,
-    "group": pl.String,
-    "group_name": pl.String,
-    "late_ns_per_step": pl.Float64,
-    "late_ns": pl.Int64,
-    "last_ratio": pl.Float64,
-    "collective_count": pl.Int64,
-    "step_count": pl.Int64,
-    "kind": pl.String,
-}
+    "rank": pl.Int64, "group": pl.String, "group_name": pl.String, "late_ns_per_step": pl.Float64,
+    "late_ns": pl.Int64, "last_ratio": pl.Float64, "collective_count": pl.Int64,
+    "step_count": pl.Int64, "kind": pl.String,
+}  # fmt: skip
 
 
 def collective_frame(
@@ -119,12 +114,11 @@ def collective_frame(
         for rank, path, is_torchs in found:
             with note_damage(notes):
                 flight = read_torch_dump(path) if is_torchs else read_flight(path)
-                if flight.wall_ns is not None and flight.wall_ns < since_wall_ns:
-                    continue
-                own = {"rank": rank.rank, "attempt": rank.attempt,
-                       "host": text(rank.report.get("host"))}  # fmt: skip
-                named = (pl.lit(own[name], COLLECTIVE_SCHEMA[name]).alias(name) for name in own)
-                frames.append(flight.entries.select(*named, *FLIGHT_SCHEMA))
+                if flight.wall_ns is None or flight.wall_ns >= since_wall_ns:
+                    own = {"rank": rank.rank, "attempt": rank.attempt,
+                           "host": text(rank.report.get("host"))}  # fmt: skip
+                    named = (pl.lit(own[name], COLLECTIVE_SCHEMA[name]).alias(name) for name in own)
+                    frames.append(flight.entries.select(*named, *FLIGHT_SCHEMA))
     keys = ["rank", "attempt", "group", "kind", "sequence", "p2p", "created_ns"]
     rows = pl.concat(frames).unique(keys, maintain_order=True, keep="last")
     newest = rows.filter(pl.col("attempt") == pl.col("attempt").max())
@@ -151,22 +145,16 @@ def host_clock_offsets(collectives: pl.DataFrame) -> dict[str, int | None]:
     of backends that do not tell completions (gloo).
     """
     hosts = collectives["host"].drop_nulls().unique().sort().to_list()
-    ends = (
-        collectives.filter(~pl.col("p2p") & pl.col("completed_ns").is_not_null())
-        .drop_nulls("host")
-        .group_by("group", "sequence", clock="host")
-        .agg(pl.col("completed_ns").median().alias("end_ns"))
-    )
-    of_first = ends.filter(pl.col("clock").is_in(hosts[:1])).sort("group", "sequence")
-    events = (
-        of_first.group_by("group", maintain_order=True).tail(_CLOCK_EVENTS).with_row_index("event")
-    )
-    shared = ends.join(
-        events.select("group", "sequence", "event"), on=["group", "sequence"]
-    ).filter(pl.len().over("clock") >= MIN_MATCHES)
-    known = dict(estimate_offsets(shared).select("clock", "offset_ns").rows())
-    first_ns = known.get(hosts[0], 0.0) if hosts else 0.0
-    found = {host: round(known[host] - first_ns) if host in known else None for host in hosts}
+    known = collectives.filter(~pl.col("p2p")).drop_nulls(["completed_ns", "host"])
+    end_ns, keys = pl.col("completed_ns").median(), ["group", "sequence"]
+    ends = known.group_by(*keys, clock="host").agg(end_ns=end_ns)
+    of_first = ends.filter(pl.col("clock").is_in(hosts[:1])).sort(keys)
+    events = of_first.group_by("group", maintain_order=True).tail(_CLOCK_EVENTS)
+    shared = ends.join(events.with_row_index("event").select(*keys, "event"), on=keys)
+    shared = shared.filter(pl.len().over("clock") >= MIN_MATCHES)
+    offsets = dict(estimate_offsets(shared).select("clock", "offset_ns").rows())
+    first_ns = offsets.get(hosts[0], 0.0) if hosts else 0.0
+    found = {host: round(offsets[host] - first_ns) if host in offsets else None for host in hosts}
     return found | dict.fromkeys(hosts[:1], 0)
 
 
@@ -207,18 +195,12 @@ def _arrivals(part: pl.DataFrame) -> Arrivals | None:
 def lateness(groups: Sequence[Arrivals], steps: pl.DataFrame) -> pl.DataFrame:
     """How much later than the others each rank begins its collectives.
 
-    In a synchronous job the slow rank is the one that the others wait for, wherever it is slow:
-    the time at which a rank enqueues a collective tells that also where the slowness lies inside
-    backward. The slow rank has the *shortest* collectives; the others are its victims.
-
-    A rank's lateness at a collective is its start less that of the middle rank (the lower one of
-    two). Between two collectives the ranks may or may not have waited for each other: where every
-    rank begins the next one after the last has begun this one, they have, and lateness counts
-    anew; where they have not (buckets of one backward pass), the same delay is seen several times,
-    and only its largest value counts.
-
-    Source: enqueue skew of equal sequence numbers, peers.md section 0; C4 (HPCA 2025) uses
-    the same synchronisation points as anchors.
+    In a synchronous job the others wait for the slow rank, wherever it is slow: it enqueues its
+    collectives last and has the shortest ones. Lateness at a collective is the start less that of
+    the middle rank (the lower one of two). Where every rank begins the next collective after the
+    last has begun this one, they have waited for each other, and lateness counts anew; elsewhere
+    (buckets of one backward pass) only the largest value of a delay that is seen again counts.
+    Source: enqueue skew of equal sequence numbers; C4 (HPCA 2025) has the same anchors.
     """
     if not groups:
         return pl.DataFrame(schema=LATENESS_SCHEMA)
@@ -237,11 +219,9 @@ def _rows(group: Arrivals, starts_of: Mapping[int, Ints]) -> list[tuple[object, 
     created = group.created_ns
     middle = np.sort(created, axis=0)[(len(created) - 1) // 2]
     late = np.maximum(created - middle, 0)
-    # [collective]: a number that grows where all ranks have waited for each other.
+    # Where all ranks have waited for each other.
     waited = created.min(axis=0)[1:] >= created.max(axis=0)[:-1]
-    begins = np.flatnonzero(
-        np.diff(np.concatenate([[0], np.cumsum(waited)]).astype(np.int64), prepend=-1)
-    )
+    begins = np.flatnonzero(np.append(True, waited))
     largest = np.maximum.reduceat(late, begins, axis=1)
     last = created == created.max(axis=0)
     alone = last & (last.sum(axis=0) == 1)
@@ -264,10 +244,8 @@ def _by_step(starts: Ints, created: Ints, late: Ints) -> Ints:
     """[step]: lateness of a rank in each step that the collectives cover."""
     place = np.searchsorted(starts, created, side="right") - 1
     inside = place >= 0
-    if not inside.any():
-        return np.empty(0, dtype=np.int64)
     sums = np.bincount(place[inside], weights=late[inside].astype(np.float64))
-    covered: Ints = sums[place[inside].min() :].round().astype(np.int64)
+    covered: Ints = sums[place[inside].min(initial=len(sums)) :].round().astype(np.int64)
     return covered
 
 
@@ -312,12 +290,7 @@ class FlightVerdict:
 
 
 def judge_dumps(paths: Sequence[Path]) -> FlightVerdict:
-    """Reads one dump per rank: files, or folders of them.
-
-    Raises:
-        MissingDataError: There is no dump.
-        TraceFormatError: Two files are of one rank, or a name does not say its rank.
-    """
+    """Reads one dump per rank: files, or folders of them."""
     frames, notes = [], list[str]()
     members: dict[str, Sequence[int]] = {}
     with pause_collector():
@@ -339,12 +312,11 @@ def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
     for path in paths:
         if not path.exists():
             raise TraceFormatError(f"{path}: no such file or folder")
-        inside = sorted(path.iterdir()) if path.is_dir() else [path]
+        inside = [file for file in sorted(path.iterdir()) if _RANK.search(file.name)
+                  and file.suffix not in _NOT_DUMPS and file.is_file()
+                  ] if path.is_dir() else [path]  # fmt: skip
         for file in inside:
-            is_named = not path.is_dir()
             named = _RANK.search(file.name)
-            if not is_named and (file.suffix in _NOT_DUMPS or not file.is_file() or not named):
-                continue
             if not named:
                 raise TraceFormatError(
                     f"{file}: its name does not say its rank", hint="name it rank_0, rank_1, ..."
@@ -368,13 +340,12 @@ def _judge(
     for each in contradictions:
         at = rows.filter((pl.col("group") == each.group) & (pl.col("sequence") == each.sequence))
         said = ", ".join(f"{ranks_text(r)} {value}" for value, r in each.values.items())
-        what = at["kind"].mode().sort()[0]
-        label = "collective" if each.what == "kind" else what
-        text = (
+        label = "collective" if each.what == "kind" else at["kind"].mode().sort()[0]
+        found.append((
             f"{label} {each.sequence} of group {names[each.group]} does not match: {said} "
-            f"({each.what.replace('_', ' ')} differs{_lines(at.filter(~pl.col('p2p')))})"
-        )
-        found.append((text, each.odd))
+            f"({each.what.replace('_', ' ')} differs{_lines(at.filter(~pl.col('p2p')))})",
+            each.odd,
+        ))  # fmt: skip
     own = rows.filter(~pl.col("p2p"))
     last = own.sort("sequence", maintain_order=True).unique(
         ["group", "rank"], keep="last", maintain_order=True

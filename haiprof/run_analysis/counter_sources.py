@@ -64,23 +64,18 @@ def raw_counters(run: RunFiles) -> tuple[list[RawSeries], tuple[str, ...]]:
     """Every series of every node, and notes on files that could not be read."""
     # A counter keeps its own count, also where it wrapped, was set back or has stopped at its end.
     found, reports = list(record_files(run)), reports_by_host(run)
-    series = [
-        each
-        for node, records in found
-        if not isinstance(records, str)
-        for each in _of_source(samples_of(reports, node, records))
-    ]
+    series = [each for node, records in found if not isinstance(records, str)
+              for each in _of_source(samples_of(reports, node, records))]  # fmt: skip
     return series, notes_of(records for _, records in found)
 
 
 def _of_source(samples: SourceSamples) -> Iterator[RawSeries]:
     table = next(table for table in COUNTER_TABLES if table.name == samples.source)
     ends = np.searchsorted(samples.owner, np.arange(len(samples.keys)), side="right").tolist()
+    columns = [column for column in table.metrics if column.name in samples.columns]
     for owner, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         at = slice(start, end)
-        for column in table.metrics:
-            if column.name not in samples.columns:
-                continue  # of an older haiprof
+        for column in columns:
             values = samples.column(column.name)[at]
             known = is_known(values)
             if counter_end(column.kind) is not None:
@@ -143,8 +138,7 @@ _NO_PEAK = {
 def link_traffic(counters: pl.DataFrame, bursts: pl.DataFrame | None = None) -> pl.DataFrame:
     """What each link carried in each direction."""
     parts = [pl.DataFrame(schema=LINKS_SCHEMA), _rates(counters)]
-    if bursts is not None:
-        parts.append(_by_direction(bursts, "ratio"))
+    parts += [] if bursts is None else [_by_direction(bursts, "ratio")]
     found = pl.concat(parts, how="diagonal").select(list(LINKS_SCHEMA))
     return found.sort(*_KEYS, "link", "direction", nulls_last=True)
 
@@ -152,18 +146,14 @@ def link_traffic(counters: pl.DataFrame, bursts: pl.DataFrame | None = None) -> 
 def _rates(counters: pl.DataFrame) -> pl.DataFrame:
     rates = _by_direction(counters, "bytes_per_s")
     # `host`, `gpu`, `pcie_peak` of one direction: of the link as it can be, idle ones are less.
-    widest = {
-        name: pl.col("value").filter(pl.col("metric") == metric).max()
-        for name, metric in (
-            ("generation", "pcie_generation_max"),
-            ("lanes", "pcie_lane_max_count"),
-        )
-    }
-    found = counters.drop_nulls("gpu").group_by("host", "gpu").agg(**widest)
-    lane = pl.col("generation").cast(pl.Int64).replace_strict(
+    generation, lanes = (
+        pl.col("value").filter(pl.col("metric") == metric).max()
+        for metric in ("pcie_generation_max", "pcie_lane_max_count")
+    )
+    lane = generation.cast(pl.Int64).replace_strict(
         _PCIE_LANE_BYTES_PER_S, default=None, return_dtype=pl.Float64
     )  # fmt: skip
-    peaks = found.select("host", "gpu", pcie_peak=lane * pl.col("lanes"))
+    peaks = counters.drop_nulls("gpu").group_by("host", "gpu").agg(pcie_peak=lane * lanes)
     with_pcie = rates.join(peaks, on=["host", "gpu"], how="left", nulls_equal=True)
     rated = counters.filter(pl.col("metric") == "link_rate_bytes_per_s")
     ports = rated.group_by("host", "entity").agg(port_peak=pl.col("value").max())
@@ -264,26 +254,23 @@ def burst_frame(run: RunFiles) -> pl.DataFrame:
     shows links that are down like that. Values outside 0 to 100 % are left out.
     """
     frames = [pl.DataFrame(schema=COUNTER_SCHEMA)]
-    for node in run.nodes:
+    for node in (node for node in run.nodes if node.paths.burst_export.exists()):
         path = node.paths.burst_export
-        if path.exists():
-            export = read_export(path)
-            _check_clock(path, export, node)
-            # Every GPU that was sampled.
-            numbers = np.unique(export.samples["type"] & _GPU_MASK)
-            entities: dict[Key, dict[str, str]] = {
-                (n,): {"uuid": u} for n, (u, _) in export.gpus.items()
-            }
-            reports = [(r.rank, r.report) for r in run.ranks if r.report.get("host") == node.host]
-            ranks = ranks_by_key(reports, ("gpu",), entities)
-            known = _recorded_gpus(node)
-            found: dict[int, _Gpu] = {}
-            for number in map(int, numbers):
-                uuid, bus = export.gpus.get(number, ("", ""))
-                index = known.get(plain_uuid(uuid), known.get(_bus(bus)))
-                name = f"nsys gpu {number}" if index is None else f"gpu {index}"
-                found[number] = name, index, ranks.get((number,))
-            frames += _frames(export, node, found)
+        export = read_export(path)
+        _check_clock(path, export, node)
+        entities: dict[Key, dict[str, str]] = {
+            (n,): {"uuid": u} for n, (u, _) in export.gpus.items()
+        }
+        reports = [(r.rank, r.report) for r in run.ranks if r.report.get("host") == node.host]
+        ranks = ranks_by_key(reports, ("gpu",), entities)
+        known = _recorded_gpus(node)
+        found: dict[int, _Gpu] = {}
+        for number in np.unique(export.samples["type"] & _GPU_MASK).tolist():  # that was sampled
+            uuid, bus = export.gpus.get(number, ("", ""))
+            index = known.get(plain_uuid(uuid), known.get(_bus(bus)))
+            name = f"nsys gpu {number}" if index is None else f"gpu {index}"
+            found[number] = name, index, ranks.get((number,))
+        frames += _frames(export, node, found)
     return pl.concat(frames).sort("time_ns", maintain_order=True)
 
 
@@ -374,21 +361,12 @@ def _frames(export: _Export, node: NodeFiles, gpus: Mapping[int, _Gpu]) -> Itera
             continue
         name, (entity, index, rank) = export.metrics[kind, metric], gpus[kind & _GPU_MASK]
         full = name.startswith("nvlink_") and bool((rows["value"] == 100).all())
-        facts = {
-            "host": node.host,
-            "source": SOURCE,
-            "entity": entity,
-            "rank": rank,
-            "gpu": index,
-            "metric": name,
-            "unit": "ratio",
-            "flag": "saturated" if full else None,
-        }
-        columns = {
-            "time_ns": rows["time"] + export.epoch_ns,
-            "value": np.full(len(rows), np.nan) if full else rows["value"] / 100,
-        }
-        frame = pl.DataFrame(columns).with_columns(pl.col("value").fill_nan(None))
+        facts = {"host": node.host, "source": SOURCE, "entity": entity, "rank": rank, "gpu": index,
+                 "metric": name, "unit": "ratio", "flag": "saturated" if full else None,
+                 **({"value": None} if full else {})}  # fmt: skip
+        frame = pl.DataFrame(
+            {"time_ns": rows["time"] + export.epoch_ns, "value": rows["value"] / 100}
+        )
         words = [pl.lit(word, COUNTER_SCHEMA[name]).alias(name) for name, word in facts.items()]
         yield frame.with_columns(words).select(*COUNTER_SCHEMA)
 

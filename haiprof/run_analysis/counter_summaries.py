@@ -24,19 +24,10 @@ from haiprof.run_analysis.run_files import RunFiles
 
 def training_spans(parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """From the first step's begin to the last one's end in Unix time; of each that had steps."""
-    rows = [
-        (
-            steps["rank"][0],
-            steps["attempt"][0],
-            steps["start_ns"].min(),
-            (steps["start_ns"] + steps["step_ns"]).max(),
-        )
-        for steps in parts
-        if steps.height
-    ]
-    return pl.DataFrame(
-        rows, schema=dict.fromkeys(("rank", "attempt", "begin", "end"), pl.Int64), orient="row"
-    )
+    rows = [(*s.select("rank", "attempt").row(0), s["start_ns"].min(),
+             (s["start_ns"] + s["step_ns"]).max()) for s in parts if s.height]  # fmt: skip
+    columns = dict.fromkeys(("rank", "attempt", "begin", "end"), pl.Int64)
+    return pl.DataFrame(rows, schema=columns, orient="row")
 
 
 def host_windows(spans: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
@@ -74,6 +65,7 @@ class MetricStat:
 
 
 Metrics = Mapping[MetricOwner, Mapping[str, MetricStat]]
+_Stats = dict[MetricOwner, dict[str, MetricStat]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +87,9 @@ class CounterDigest:
         if windows is None:
             return read
         others = _whole(windows)
-
-        def read_counted(source: str, metric: str) -> list[OwnerSeries]:
-            found = read(source, metric)
-            return sort_series(
-                each.cut(*windows.get(each.owner[0] or "", others)) for each in found
-            )
-
-        return read_counted
+        return lambda source, metric: sort_series(
+            each.cut(*windows.get(each.owner[0] or "", others)) for each in read(source, metric)
+        )
 
 
 def read_digest(
@@ -111,11 +98,8 @@ def read_digest(
     """Reads one file after another; `windows` say when each `host` trained (`begin`, `end`)."""
     by_host = {host: (begin, end) for host, begin, end in windows.iter_rows()}
     first, last = between or ALWAYS
-    present: set[tuple[str, str]] = set()
-    ends: list[int] = []
-    inside: _Stats = {}
-    whole: _Stats = {}
-    is_any_inside = False
+    present, ends, is_any_inside = set[tuple[str, str]](), list[int](), False
+    inside, whole = _Stats(), _Stats()
     for found in read_sources(run, coarse=True):
         wanted = (found.time_ns >= first) & (found.time_ns <= last)
         shown = {metric.name: metric.shown & wanted for metric in found.metrics}
@@ -142,9 +126,6 @@ def _whole(windows: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
     return min(begin for begin, _ in windows.values()), max(end for _, end in windows.values())
 
 
-_Stats = dict[MetricOwner, dict[str, MetricStat]]
-
-
 def _add_stats(stats: _Stats, found: SourceSamples, window: tuple[int, int]) -> None:
     """Adds a file, whose owners are in no other one."""
     if found.source not in _SUMMED:
@@ -162,13 +143,13 @@ def _add_stats(stats: _Stats, found: SourceSamples, window: tuple[int, int]) -> 
         values, own = metric.values[rows[order]], own[order]
         heads = np.flatnonzero(np.diff(own, prepend=-1))
         counts = np.diff(np.append(heads, len(own)))
-        means = np.add.reduceat(values, heads) / counts
-        ends = np.minimum.reduceat(values, heads), np.maximum.reduceat(values, heads)
+        columns = [np.add.reduceat(values, heads) / counts, np.minimum.reduceat(values, heads),
+                   np.maximum.reduceat(values, heads)]  # fmt: skip
         known = list(first)
-        for at, mean, low, high in zip(own[heads].tolist(), means, *ends, strict=True):
-            stats.setdefault(known[at], {})[metric.name] = MetricStat(
-                mean=float(mean), min=float(low), max=float(high)
-            )
+        for at, (mean, low, high) in zip(
+            own[heads].tolist(), np.stack(columns, 1).tolist(), strict=True
+        ):
+            stats.setdefault(known[at], {})[metric.name] = MetricStat(mean=mean, min=low, max=high)
 
 
 POINT_COUNT = 240
@@ -340,13 +321,10 @@ def mount_requests(run: RunFiles, windows: pl.DataFrame) -> tuple[MountRequests,
                 if each.owner[3] is not None:
                     own = each.cut(*spans[source.host])
                     series.setdefault(each.owner[3], {})[metric.name] = own
-        found += [
-            known
-            for point, own in series.items()
-            for kind in REQUESTS
-            if (known := _requests(source.host, point, kind, own)) is not None
-        ]
-    return tuple(sorted(found, key=lambda each: -each.under_way))
+        found += [_requests(source.host, point, kind, own)
+                  for point, own in series.items() for kind in REQUESTS]  # fmt: skip
+    known = (each for each in found if each is not None)
+    return tuple(sorted(known, key=lambda each: -each.under_way))
 
 
 def _requests(

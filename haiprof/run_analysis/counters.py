@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -173,17 +174,15 @@ def sort_series(series: Iterable[OwnerSeries]) -> list[OwnerSeries]:
     for each in series:
         if len(each.time_ns):
             parts.setdefault(each.owner, []).append(each)
-    order = sorted(parts, key=lambda own: [(own[at] is not None, own[at]) for at in (1, 2, 0, 3)])
-    return [_join_series(parts[owner]) for owner in order]
-
-
-def _join_series(parts: Sequence[OwnerSeries]) -> OwnerSeries:
-    if len(parts) == 1:
-        return parts[0]
-    time_ns = np.concatenate([part.time_ns for part in parts])
-    order = np.argsort(time_ns, kind="stable")
-    values = np.concatenate([part.values for part in parts])
-    return OwnerSeries(owner=parts[0].owner, time_ns=time_ns[order], values=values[order])
+    found = []
+    for own in sorted(
+        parts, key=lambda own: [(own[at] is not None, own[at]) for at in (1, 2, 0, 3)]
+    ):
+        time_ns, values = (np.concatenate([getattr(part, name) for part in parts[own]])
+                           for name in ("time_ns", "values"))  # fmt: skip
+        order = np.argsort(time_ns, kind="stable")
+        found.append(OwnerSeries(owner=own, time_ns=time_ns[order], values=values[order]))
+    return found
 
 
 def owner_series(
@@ -222,13 +221,10 @@ def record_files(
     With `coarse` those whose old records were folded have one record a minute throughout, so that
     each counts the same in a mean.
     """
-    for node in run.nodes:
-        if hosts is not None and node.host not in hosts:
-            continue
-        for table in COUNTER_TABLES:
-            path = node.paths.records(table.name)
-            if (sources is not None and table.name not in sources) or not os.path.lexists(path):
-                continue
+    nodes = [node for node in run.nodes if hosts is None or node.host in hosts]
+    tables = [table for table in COUNTER_TABLES if sources is None or table.name in sources]
+    for node, table in product(nodes, tables):
+        if os.path.lexists(node.paths.records(table.name)):
             try:
                 yield node, _read_whole(node, table, first=first, limit=limit, coarse=coarse)
             except RunFormatError as error:
@@ -256,9 +252,7 @@ def _read_whole(
         return raw
     if folded.columns != raw.columns:
         raise RunFormatError(f"{target}: its columns are not those of {path.name}")
-    data = raw.data
-    if coarse:
-        data = fold_rows(record_rows(raw), raw.columns).tobytes()
+    data = fold_rows(record_rows(raw), raw.columns).tobytes() if coarse else raw.data
     return replace(raw, data=folded.data + data)
 
 
@@ -275,13 +269,11 @@ def read_sources(
     files = record_files(run, hosts=hosts, sources=sources, first=first, coarse=coarse)
     reports = reports_by_host(run)
     for node, records in files:
-        if isinstance(records, str):
-            continue
-        samples = samples_of(reports, node, records)
-        chosen = None if metrics is None else {n for of, n in metrics if of == records.table}
-        with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
-            found = list(_metrics(records, samples, chosen))
-        yield replace(samples, metrics=found)
+        if not isinstance(records, str):
+            samples = samples_of(reports, node, records)
+            chosen = None if metrics is None else {n for of, n in metrics if of == records.table}
+            with np.errstate(all="ignore"):  # damaged values end as NaN, and those are left out
+                yield replace(samples, metrics=list(_metrics(records, samples, chosen)))
 
 
 def _frame(found: SourceSamples, between: tuple[int, int]) -> pl.DataFrame:
@@ -296,26 +288,20 @@ def _frame(found: SourceSamples, between: tuple[int, int]) -> pl.DataFrame:
     which = np.repeat(np.arange(len(metrics)), [len(rows) for rows in shown])
     values = np.concatenate([m.values[at] for m, at in zip(metrics, shown, strict=True)])
     flags = np.concatenate([m.flags[at] for m, at in zip(metrics, shown, strict=True)])
-    taken = partial(_take_values, dtype=pl.String)
-    return pl.DataFrame(
-        {
-            "time_ns": found.time_ns[rows],
-            "host": pl.Series([found.host]).new_from_index(0, len(rows)),
-            "source": pl.Series([found.source]).new_from_index(0, len(rows)),
-            "entity": taken(found.entities, owner),
-            "rank": _take_values(found.ranks, owner, dtype=pl.Int64),
-            "gpu": _take_values(found.gpus, owner, dtype=pl.Int64),
-            "metric": taken([m.name for m in metrics], which),
-            "unit": taken([m.unit for m in metrics], which),
-            "value": pl.Series(values, dtype=pl.Float64).fill_nan(None),
-            "flag": taken(FLAGS, flags),
-        },
-        schema=COUNTER_SCHEMA,
-    )
-
-
-def _take_values(words: Sequence[Any], places: npt.NDArray[Any], *, dtype: Any) -> pl.Series:  # noqa: ANN401
-    return pl.Series(words, dtype=dtype).gather(pl.Series(places, dtype=pl.UInt32))
+    node = np.zeros_like(rows)
+    words: dict[str, tuple[Sequence[object], npt.NDArray[Any]]] = {
+        "host": ([found.host], node), "source": ([found.source], node),
+        "entity": (found.entities, owner), "rank": (found.ranks, owner), "gpu": (found.gpus, owner),
+        "metric": ([m.name for m in metrics], which), "unit": ([m.unit for m in metrics], which),
+        "flag": (FLAGS, flags),
+    }  # fmt: skip
+    columns = {
+        name: pl.Series(known, dtype=COUNTER_SCHEMA[name]).gather(pl.Series(at, dtype=pl.UInt32))
+        for name, (known, at) in words.items()
+    }
+    columns["time_ns"] = pl.Series(found.time_ns[rows])
+    columns["value"] = pl.Series(values, dtype=pl.Float64).fill_nan(None)
+    return pl.DataFrame(columns).select(*COUNTER_SCHEMA)
 
 
 def _by_entity(time_ns: Ints, keys: Sequence[Ints]) -> tuple[Ints, Bools]:
@@ -373,11 +359,10 @@ def _metrics(
     none = np.zeros(len(samples.time_ns), dtype=np.int8)
     for name, _, unit, kind in records.columns:
         end = schema.counter_end(kind)
-        if kind == "gauge":
-            if wanted is None or name in wanted:
-                stored = samples.column(name)
-                values = np.where(is_known(stored), stored.astype(np.float64), np.nan)
-                yield Metric(name=name, unit=unit, values=values, flags=none)
+        if kind == "gauge" and (wanted is None or name in wanted):
+            stored = samples.column(name)
+            values = np.where(is_known(stored), stored.astype(np.float64), np.nan)
+            yield Metric(name=name, unit=unit, values=values, flags=none)
         elif end is not None and name not in _CPU_STATES:
             events = NS_OF_EVENTS.get(name, "")
             has_events = events in samples.columns
@@ -385,17 +370,16 @@ def _metrics(
             if wanted is not None and metric not in wanted:
                 continue
             growth, flags = _growth(samples.column(name), samples.follows, *end)
-            if not has_events:
-                values = growth / (elapsed if unit == "ns" else elapsed / NS_PER_S)
-            else:
-                values = growth / _growth(samples.column(events), samples.follows)[0]
-            yield Metric(name=metric, unit=rate_unit, values=values, flags=flags)
-    for name, (part, whole) in _RATIOS.items():
-        known = part in samples.columns and whole in samples.columns
-        if known and (wanted is None or name in wanted):
-            growth, flags = _growth(samples.column(part), samples.follows)
-            values = growth / _growth(samples.column(whole), samples.follows)[0]
-            yield Metric(name=name, unit="ratio", values=values, flags=flags)
+            whole = elapsed if unit == "ns" else elapsed / NS_PER_S
+            if has_events:
+                whole = _growth(samples.column(events), samples.follows)[0]
+            yield Metric(name=metric, unit=rate_unit, values=growth / whole, flags=flags)
+    for name, parts in _RATIOS.items():
+        if {*parts} <= samples.columns.keys() and (wanted is None or name in wanted):
+            (growth, flags), (whole, _) = (
+                _growth(samples.column(part), samples.follows) for part in parts
+            )
+            yield Metric(name=name, unit="ratio", values=growth / whole, flags=flags)
     if all(name in samples.columns for name in _CPU_STATES):
         yield from (m for m in _cpu_shares(samples) if wanted is None or m.name in wanted)
 

@@ -20,12 +20,7 @@ from haiprof.run_analysis.collectives import Mismatch, find_mismatches
 from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
 from haiprof.run_analysis.lines import code_at
 from haiprof.run_analysis.nccl_witness import begun_later
-from haiprof.run_analysis.printed_lines import (
-    ERRORS,
-    Output,
-    PrintedLine,
-    printed_output,
-)
+from haiprof.run_analysis.printed_lines import ERRORS, Output, PrintedLine, printed_output
 from haiprof.run_analysis.process_ends import (
     NO_END,
     NO_ERROR,
@@ -54,12 +49,7 @@ from haiprof.run_analysis.process_ends import (
     what_happened,
     worker_death,
 )
-from haiprof.run_analysis.reactions import (
-    Reaction,
-    asked_snapshots,
-    lines_in_snapshots,
-    reactions,
-)
+from haiprof.run_analysis.reactions import Reaction, asked_snapshots, lines_in_snapshots, reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 from haiprof.run_analysis.scheduler_ends import SLURM_STATES, SchedulerEnd, scheduler_ends
 from haiprof.run_format.layout import RunPaths
@@ -270,10 +260,7 @@ class _Case:
     """One start of the ranks, looked into."""
 
     def __init__(
-        self,
-        evidence: Evidence,
-        ends: Mapping[int, ProcessEnd],
-        scheduler: Sequence[SchedulerEnd],
+        self, evidence: Evidence, ends: Mapping[int, ProcessEnd], scheduler: Sequence[SchedulerEnd]
     ) -> None:
         self.evidence, self.ends = evidence, ends
         self.told = next((end for end in scheduler if end.cause is not None), None)
@@ -456,10 +443,8 @@ class _Case:
         return replace(found, remedy=f"{first}; {_LOOK_EARLIER}")
 
     def _own_failure(self, *, interrupted: bool = False) -> Death | None:
-        """A rank failed by itself: the first one, with those that failed alike at the same time.
-
-        One that was interrupted tells nothing where anything else does: others are stopped so.
-        """
+        """The first rank that failed by itself, with those that failed alike at the same time."""
+        # One that was interrupted tells nothing where anything else does: others are stopped so.
         real = [end for end in self._causes() if (kind := kind_of(end)) != "gone"
                 and (kind == "interrupted") is interrupted]  # fmt: skip
         first = next(iter(real), NO_END)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -121,14 +122,10 @@ def flame_graph(sources: Sequence[FlameSource]) -> FlameGraph:
     """
     grower = _Grower()
     placers = [_Placer(source, grower, by_line=len(sources) == 1) for source in sources]
-    series = [
-        one
-        for source, placer in zip(sources, placers, strict=True)
-        for one in _series_of(source, placer)
-    ]
+    series = [one for pair in zip(sources, placers, strict=True) for one in _series_of(*pair)]
     first, accounts = sources[0], []
     for rows, ns in first.accounts:  # so scaled that they add up to what the account takes per step
-        self_ns: dict[int, float] = {}
+        self_ns = defaultdict[int, float](float)
         scale = ns / max(float(first.table.ns[rows].sum()), 1.0)
         _add_rows(self_ns, placers[0], first, rows, scale)
         accounts.append(FlameSeries(
@@ -152,9 +149,9 @@ def _series_of(source: FlameSource, placer: _Placer) -> Iterator[FlameSeries]:
         rank=None,
         step_count=sum(one.step_count for one in ranks),
         sample_count=sum(one.sample_count for one in ranks),
+        # The mean of so many strays less.
         sample_ns={
-            phase: ns / len(ranks)  # the mean of so many strays less
-            for phase, ns in _mean([one.sample_ns for one in ranks]).items()
+            phase: ns / len(ranks) for phase, ns in _mean([r.sample_ns for r in ranks]).items()
         },
         self_ns=_mean([one.self_ns for one in ranks]),
     )
@@ -163,19 +160,17 @@ def _series_of(source: FlameSource, placer: _Placer) -> Iterator[FlameSeries]:
 
 def _mean(parts: Sequence[Mapping[_Key, float]]) -> dict[_Key, float]:
     """Of all parts, also of those that lack a key."""
-    found: dict[_Key, float] = {}
-    for part in parts:
-        for key, ns in part.items():
-            found[key] = found.get(key, 0.0) + ns / len(parts)
-    return found
+    found = defaultdict[_Key, float](float)
+    for key, ns in (item for part in parts for item in part.items()):
+        found[key] += ns / len(parts)
+    return dict(found)
 
 
 def _of_rank(source: FlameSource, rank: int, placer: _Placer) -> FlameSeries:
     steps = source.steps.filter(pl.col("rank") == rank)
     table = source.table
     own = np.flatnonzero(table.rank == rank)
-    self_ns: dict[int, float] = {}
-    sample_ns: dict[str, float] = {}
+    self_ns, sample_ns = defaultdict[int, float](float), dict[str, float]()
     for number in np.unique(table.position[own]).tolist():
         rows = own[table.position[own] == number]
         total_ns = float(table.ns[rows].sum()) / steps.height
@@ -228,7 +223,7 @@ def _add_rows(
         if nobodys >= 0:  # an activity that has no line
             frame = FlameFrame(name=activity_words(ACTIVITIES[nobodys]), place="", kind="activity")
             node = placer.grower.node(node, frame)
-        self_ns[node] = self_ns.get(node, 0.0) + ns
+        self_ns[node] += ns
 
 
 class _Grower:
@@ -281,12 +276,10 @@ def _prune(
 ) -> FlameGraph:
     """Without nodes that are too small to be seen: their time is their caller's own."""
     parents = [parent for parent, _ in grower.nodes]
-    largest = np.zeros(len(parents))
+    keep = np.zeros(len(parents), dtype=np.bool_)
     for one in series:
-        largest = np.maximum(
-            largest, inclusive_ns(parents, one.self_ns) / (sum(one.self_ns.values()) or 1)
-        )
-    keep = (largest >= _LEAST_RATIO).tolist()
+        ratio = inclusive_ns(parents, one.self_ns) / (sum(one.self_ns.values()) or 1)
+        keep |= ratio >= _LEAST_RATIO
     target: list[int] = []
     for node, parent in enumerate(parents):
         target.append(node if keep[node] or parent < 0 else target[parent])
@@ -295,11 +288,10 @@ def _prune(
     used = {frame: at for at, frame in enumerate(sorted({places[node] for node in number}))}
     moved = []
     for one in (*series, *accounts):
-        self_ns: dict[int, float] = {}
+        self_ns = defaultdict[int, float](float)
         for node, ns in one.self_ns.items():
-            place = number[target[node]]
-            self_ns[place] = self_ns.get(place, 0.0) + ns
-        moved.append(replace(one, self_ns=self_ns))
+            self_ns[number[target[node]]] += ns
+        moved.append(replace(one, self_ns=dict(self_ns)))
     frames, shown = list(grower.frames), len(series)
     return FlameGraph(
         frames=tuple(frames[at] for at in used),
@@ -313,11 +305,10 @@ def _prune(
 def inclusive_ns(parents: Sequence[int], self_ns: Mapping[int, float]) -> Floats:
     """Time of each node with all below it."""
     found = np.zeros(len(parents))
-    for node, ns in self_ns.items():
-        found[node] = ns
-    for node in range(len(parents) - 1, -1, -1):
-        if parents[node] >= 0:
-            found[parents[node]] += found[node]
+    found[list(self_ns)] = list(self_ns.values())
+    for node, parent in reversed(list(enumerate(parents))):
+        if parent >= 0:
+            found[parent] += found[node]
     return found
 
 

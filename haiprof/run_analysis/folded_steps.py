@@ -103,7 +103,7 @@ class FoldedSteps:
         """
         own = self.stretches["kind"] < len(POSITIONS)
         start, end, kind = (self.stretches[name][own] for name in ("start_ns", "end_ns", "kind"))
-        begins, positions, steps = [], [], []
+        found: list[tuple[int, int, int]] = []
         left = self.plain_ns + self.collected_ns
         of_block = np.searchsorted(self.blocks["start_ns"], start, "right") - 1
         np.subtract.at(left, (kind, np.maximum(of_block, 0)), end - start)
@@ -115,24 +115,20 @@ class FoldedSteps:
             mine = slice(rows[block], rows[block + 1])
             gaps = zip([at, *end[mine].tolist()], [*start[mine].tolist(), until], strict=True)
             fixed = [*kind[mine].tolist(), -1]
-            parts = [[p, left[p, block]] for p in np.flatnonzero(left[:, block]).tolist()]
+            parts = [[p, int(left[p, block])] for p in np.flatnonzero(left[:, block]).tolist()]
+            parts.append([len(POSITIONS) - 1, until])  # all that is left
             for (begin, stop), then in zip(gaps, fixed, strict=True):
                 while begin < stop:
-                    part = parts[0] if parts else [len(POSITIONS) - 1, stop - begin]
-                    taken = min(int(part[1]), stop - begin)
-                    begins.append(begin)
-                    positions.append(part[0])
-                    steps.append(block)
+                    found.append((begin, parts[0][0], block))
+                    taken = min(parts[0][1], stop - begin)
                     begin += taken
-                    part[1] -= taken
-                    if parts and not part[1]:
+                    parts[0][1] -= taken
+                    if not parts[0][1]:
                         parts.pop(0)
                 if then >= 0:
-                    begins.append(stop)
-                    positions.append(then)
-                    steps.append(block)
-        first = self.first_step[np.array(steps, dtype=np.int64)]
-        return np.array(begins, dtype=np.int64), np.array(positions, dtype=np.int64), first
+                    found.append((stop, then, block))
+        begins, positions, blocks = np.array(found, dtype=np.int64).reshape(-1, 3).T
+        return begins, positions, self.first_step[blocks]
 
     def trained_ns(self) -> Ints:
         """[step]: about when each had trained; exact at the end of each block."""
@@ -157,29 +153,23 @@ class FoldedSteps:
 
 def pack_codes(columns: Mapping[str, Ints | Bools]) -> Ints:
     """The codes of samples, as they are stored."""
-    packed, at = np.zeros(len(columns["position"]), dtype=np.int64), 0
-    for name, bits in CODE_BITS.items():
-        packed |= (columns[name].astype(np.int64) & ((1 << bits) - 1)) << at
-        at += bits
+    packed = np.zeros(len(columns["position"]), dtype=np.int64)
+    for name, bits in reversed(CODE_BITS.items()):
+        packed = packed << bits | columns[name].astype(np.int64) & ((1 << bits) - 1)
     return packed
 
 
 def read_folded_steps(paths: RankPaths) -> FoldedSteps:
-    """What was folded of a rank.
-
-    Raises:
-        RunFormatError: It is damaged, or its blocks do not follow each other.
-    """
+    """What was folded of a rank; RunFormatError where its blocks do not follow each other."""
     file = read_folded(paths.folded)
     if file is None:
         return NOTHING_FOLDED
     found = _steps_of(file)
-    first, count = found.first_step, found.count
-    follow = len(first) > 0 and (count > 0).all() and first[0] == 0
-    follow = follow and (first[1:] == (first + count)[:-1]).all()
-    follow = follow and int(first[-1] + count[-1]) == found.step_count
+    begins = np.append(0, np.cumsum(found.count))
+    follow = np.array_equal(np.append(found.first_step, found.step_count), begins)
     ascending = (np.diff(np.append(found.blocks["start_ns"], found.until_ns)) > 0).all()
-    if not follow or not ascending or not 0 < found.step_count < _LIMIT >> 32:
+    is_sound = follow and ascending and (found.count > 0).all()
+    if not is_sound or not 0 < found.step_count < _LIMIT >> 32:
         raise RunFormatError(f"{paths.folded}: damaged: its blocks do not follow each other")
     return found
 

@@ -131,18 +131,15 @@ def fold_node(run: RunPaths, host: str, kept: Retention | None = None) -> list[s
     """Folds what is old of one node's own files and of its ranks; why some of them stay whole."""
     kept, files = kept or Retention(), open_run(run.root, hosts={host})
     windows = recorded_windows(files)
-    left = []
+    tasks: list[tuple[str, Callable[[], str]]] = []
     for rank in files.ranks:
         own = [w for w in windows if (w.rank, w.attempt) == (rank.rank, rank.attempt)]
-        why = _try_fold(partial(fold_rank, rank, own, kept))
-        left += [f"rank {rank.rank}: {why}"] if why else []
-        why = _try_fold(partial(fold_workers, rank.paths, kept))
-        left += [f"workers of rank {rank.rank}: {why}"] if why else []
-    for node in files.nodes:
-        for table in COUNTER_TABLES:
-            why = _try_fold(partial(fold_counters, node, table, kept))
-            left += [f"{table.name}: {why}"] if why else []
-    return left
+        tasks.append((f"rank {rank.rank}", partial(fold_rank, rank, own, kept)))
+        tasks.append((f"workers of rank {rank.rank}", partial(fold_workers, rank.paths, kept)))
+    tasks += [(table.name, partial(fold_counters, node, table, kept))
+              for node in files.nodes for table in COUNTER_TABLES]  # fmt: skip
+    whys = [(what, _try_fold(fold)) for what, fold in tasks]
+    return [f"{what}: {why}" for what, why in whys if why]
 
 
 def main(words: Sequence[str]) -> None:
@@ -206,7 +203,6 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
     pauses = before.events.end_ns - before.events.start_ns
     pauses = pauses[before.events.kind == schema.GC]
     count, total_ns, longest_ns = pauses_sum(rank)
-    epochs, epoch_ns, loading_ns = loading_row(before)
     facts = {
         "step_count": number,
         "until_ns": int(steps.start_ns[place]),
@@ -219,19 +215,14 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
         "gc_ns": total_ns + int(pauses.sum()),
         "gc_longest_ns": max(longest_ns, int(pauses.max(initial=0))),
         "nograd_ns": nograd_ns(before),
-        "epoch_count": epochs,
-        "epoch_ns": epoch_ns,
-        "loading_ns": loading_ns,
+        **dict(zip(("epoch_count", "epoch_ns", "loading_ns"), loading_row(before), strict=True)),
         "roots": {str(tag): calls for tag, calls in root_calls(before).items()},
     }
-    parts = {"blocks": blocks, "slow": slow, "stretches": _stretches(rank, positions, place),
-             "samples": samples, "spans": spans}  # fmt: skip
-    sections = {}
-    for table in (BLOCKS, SLOW, STRETCHES, SAMPLED, SPANS):
-        columns = parts[table.name]
-        if table is not SAMPLED:  # all of these were taken in again
-            columns = _after(record_columns(rank.folded.file.sections[table.name]), columns)
-        sections[table.name] = _pack_records(table, columns)
+    sections = {SAMPLED.name: _pack_records(SAMPLED, samples)}
+    for table, columns in ((BLOCKS, blocks), (SLOW, slow), (SPANS, spans),
+                           (STRETCHES, _stretches(rank, positions, place))):  # fmt: skip
+        whole = _after(record_columns(rank.folded.file.sections[table.name]), columns)
+        sections[table.name] = _pack_records(table, whole)
     clock = {"mono_ns": 0, "wall_ns": rank.wall_offset_ns}
     write_folded(
         paths.folded, sections, facts=facts, stack_lines=lines, clock=clock, below=paths.run_root
@@ -242,27 +233,18 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
         (paths.phases, phases, first_record * schema.PHASES.record_bytes),
         (paths.device, device, first_device_record * schema.DEVICE.record_bytes),
         (paths.stacks, 0, stack_byte),
-        (paths.heartbeat, *_old_heartbeats(paths, last_ns - kept.counters_ns)),
     ):
-        if end:
-            free_beginning(path, first=first, end=first + end, below=paths.run_root)
+        free_beginning(path, first=first, end=first + end, below=paths.run_root)
+    if os.path.lexists(paths.heartbeat):  # only its end is ever read
+        beats = read_table(paths.heartbeat, schema.HEARTBEAT)
+        old = int((record_columns(beats)["time_ns"] < last_ns - kept.counters_ns).sum())
+        end = beats.start + old * schema.HEARTBEAT.record_bytes
+        free_beginning(paths.heartbeat, first=beats.start, end=end, below=paths.run_root)
     return ""
 
 
-def _old_heartbeats(paths: RankPaths, until_ns: int) -> tuple[int, int]:
-    """Where records of heartbeats begin, and bytes of the old ones: only their end is ever read."""
-    if not os.path.lexists(paths.heartbeat):
-        return 0, 0
-    beats = read_table(paths.heartbeat, schema.HEARTBEAT)
-    old = int((record_columns(beats)["time_ns"] < until_ns).sum())
-    return beats.start, old * schema.HEARTBEAT.record_bytes
-
-
 def _find_beginning(rank: RankSegments, place: int) -> tuple[int, int] | str:
-    """The first record and device record that are kept, where a step is the first whole one.
-
-    Or why the steps would not be the same without the records before.
-    """
+    """The first record and device record to keep; or why steps would differ without the others."""
     paths, steps = rank.files.paths, rank.found.steps
     first = rank.folded.fact("first_record")
     limit = rank.record_end - first
@@ -281,8 +263,8 @@ def _find_beginning(rank: RankSegments, place: int) -> tuple[int, int] | str:
             return "its last steps cannot be told without those before them"
     device = 0
     if os.path.lexists(paths.device):
-        ends = record_columns(read_device_table(paths.device))["end_ns"]
-        device = int(np.flatnonzero(ends >= since)[0]) if (ends >= since).any() else 0
+        later = record_columns(read_device_table(paths.device))["end_ns"] >= since
+        device = int(later.argmax()) if len(later) else 0  # without one the first
     return first + begin, device
 
 
@@ -309,7 +291,7 @@ def _blocks(
     if rank.device_ns is not None:
         known = np.isfinite(rank.device_ns[-1, :place])
         ns = np.add.reduceat(np.where(known, rank.device_ns[-1, :place], 0.0), edges)
-        seen = np.add.reduceat(known.astype(np.int64), edges)
+        seen = sums(known)
         idle = np.divide(ns, seen, out=idle, where=seen > 0)
     return {
         "first_step": number[edges],
@@ -347,14 +329,11 @@ def _slow_steps(before: RankSegments, traced: Bools) -> tuple[Columns, Columns, 
     of_event = np.searchsorted(steps.start_ns, events.start_ns, "right") - 1
     spans = [found.nested.spans.take(np.isin(found.step, kept)),
              events.take(np.isin(of_event, kept))]  # fmt: skip
-    joined = {
-        name: np.concatenate([getattr(each, name) for each in spans]).astype(np.int64)
+    kind, tag, start_ns, end_ns = (
+        np.concatenate([getattr(each, name) for each in spans]).astype(np.int64)
         for name in ("kind", "tag", "start_ns", "end_ns")
-    }
-    packed = {
-        "start": joined["start_ns"] << schema.TAG_BITS | joined["kind"],
-        "end": joined["end_ns"] << schema.TAG_BITS | joined["tag"],
-    }
+    )
+    packed = {"start": start_ns << schema.TAG_BITS | kind, "end": end_ns << schema.TAG_BITS | tag}
     return columns, packed, before.folded.fact("slow_left_out") + left_out
 
 
@@ -370,17 +349,15 @@ def _stretches(rank: RankSegments, positions: StepPositions, place: int) -> Colu
         heads = np.flatnonzero(~goes_on)
         tails = np.append(heads[1:], len(own))[: len(heads)] - 1
         rows.append((positions.start_ns[own[heads]], end[own[tails]], np.full(len(heads), kind)))
-    evaluated = rank.found.evaluations.starts < until
-    starts, ends = (edges[evaluated] for edges in rank.found.evaluations)
-    rows.append((starts, ends, np.full(len(starts), EVALUATED)))
-    spans, met = rank.found.nested.spans, rank.found.phase == COLLECTIVE_PHASE
     first = 0 if rank.first_step else begun[0]
-    saved = (rank.events.kind == schema.SAVE) & (rank.events.start_ns < until)
-    for kind, some in (
-        (SAVED, rank.events.take(saved)),
-        (MET, spans.take(met & (spans.start_ns < first))),
+    met, events = rank.found.phase == COLLECTIVE_PHASE, rank.events
+    for kind, some, before in (
+        (EVALUATED, rank.found.evaluations, until),
+        (SAVED, events.take(events.kind == schema.SAVE).times, until),
+        (MET, rank.found.nested.spans.take(met).times, first),
     ):
-        rows.append((some.start_ns, some.end_ns, np.full(len(some.kind), kind)))
+        own = some.starts < before
+        rows.append((some.starts[own], some.ends[own], np.full(own.sum(), kind)))
     start, stop, kinds = (np.concatenate(side) for side in zip(*rows, strict=True))
     order = np.argsort(start, kind="stable")
     step = np.searchsorted(begun, start, "right") - 1
@@ -399,13 +376,10 @@ def _after(older: Mapping[str, np.ndarray], columns: Columns) -> Columns:
 def _pack_records(table: Table, columns: Columns) -> tuple[Sequence[Column], bytes]:
     """Records of a table, without columns that hold only zeros."""
     needed = {"first_step", "step_count", "start_ns", "trained_ns", "step_ns", "longest_ns"}
-    chosen = [
-        column for column in table.columns
-        if table is not BLOCKS or column.name in needed or np.any(columns[column.name] != 0)
-    ]  # fmt: skip
-    rows = np.zeros(
-        len(columns[chosen[0].name]), dtype=[(c.name, NUMPY_TYPE[c.type]) for c in chosen]
-    )
+    chosen = [column for column in table.columns if table is not BLOCKS or column.name in needed
+              or np.any(columns[column.name] != 0)]  # fmt: skip
+    types = [(column.name, NUMPY_TYPE[column.type]) for column in chosen]
+    rows = np.zeros(len(columns[chosen[0].name]), dtype=types)
     for column in chosen:
         rows[column.name] = columns[column.name]
     return chosen, rows.tobytes()
@@ -414,15 +388,11 @@ def _pack_records(table: Table, columns: Columns) -> tuple[Sequence[Column], byt
 def _fold_samples(
     rank: RankSegments, positions: StepPositions, until_ns: int
 ) -> tuple[Columns, list[dict[str, Any]], int]:
-    """Samples before a time with their places in steps, and the lines that name their stacks.
-
-    And where stacks.jsonl goes on.
-    """
-    paths, folded = rank.files.paths, rank.folded
-    known = [dict(line) for line in folded.file.stack_lines]
+    """Samples before a time with places, lines that name stacks, and where the file goes on."""
+    folded, known = rank.folded, [dict(line) for line in rank.folded.file.stack_lines]
     first = folded.fact("first_stack_byte")
     older = record_columns(folded.file.sections["samples"])
-    lines, byte = _whole_lines(paths.stacks, first, until_ns)
+    lines, byte = _whole_lines(rank.files.paths.stacks, first, until_ns)
     processes = {integer(x.get("pid")) for x in (*known, *lines) if x.get("type") == HEADER}
     pid = next(iter(processes), None)
     if not lines or len(processes) != 1 or pid is None:
@@ -462,8 +432,7 @@ _SUMMED = ("cpu_ns", "queue_ns", "weight_ns")
 
 def _thin(samples: Columns, most: int) -> Columns:
     """At most so many, at even distances: each takes over the times of those left out."""
-    time_ns = samples["time_ns"]
-    order = np.argsort(time_ns, kind="stable")
+    order = np.argsort(samples["time_ns"], kind="stable")
     samples = {name: column[order] for name, column in samples.items()}
     time_ns = samples["time_ns"]
     if len(time_ns) <= most:
@@ -473,9 +442,8 @@ def _thin(samples: Columns, most: int) -> Columns:
     heads = np.flatnonzero(np.diff(part, prepend=-1) > 0)
     thinned = {name: column[heads] for name, column in samples.items()}
     for name in samples.keys() & set(_SUMMED):
-        spent = samples[name]
-        total = np.add.reduceat(np.maximum(spent, 0), heads)
-        seen = np.add.reduceat((spent >= 0).astype(np.int64), heads) > 0
+        total = np.add.reduceat(np.maximum(samples[name], 0), heads)
+        seen = np.logical_or.reduceat(samples[name] >= 0, heads)
         thinned[name] = np.where(seen, total, -1)
     return thinned
 
@@ -505,26 +473,21 @@ def _defining_lines(
     known: list[dict[str, Any]], lines: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """The header, and one line with all frames and stacks of these lines."""
-    header: dict[str, Any] | None = None
-    frames: list[Any] = []
-    stacks: list[Any] = []
-    pid, time_ns = 0, 0
+    header: dict[str, Any] = {}
+    all_of: dict[str, Any] = {
+        "type": "samples", "pid": 0, "time_ns": 0, "first_frame": 0, "frames": [],
+        "first_stack": 1, "stacks": [], "offset_us": [], "stack": [],
+    }  # fmt: skip
     for line in (*known, *lines):
         if line.get("type") == HEADER:
             header = dict(line)
             continue
-        pid, time_ns = line.get("pid", 0), line.get("time_ns", 0)
-        for own, entries, first in ((frames, "frames", "first_frame"),
-                                    (stacks, "stacks", "first_stack")):  # fmt: skip
-            number = line.get(first)
-            begin = (number or 0) - (1 if own is stacks else 0)
-            if isinstance(line.get(entries), list) and begin == len(own):
-                own += line[entries]
-    if header is None:
-        return []
-    all_of = {"type": "samples", "pid": pid, "time_ns": time_ns, "first_frame": 0, "frames": frames,
-              "first_stack": 1, "stacks": stacks, "offset_us": [], "stack": []}  # fmt: skip
-    return [header, all_of]
+        all_of |= {"pid": line.get("pid", 0), "time_ns": line.get("time_ns", 0)}
+        for entries, first in (("frames", "first_frame"), ("stacks", "first_stack")):
+            begin = (line.get(first) or 0) - all_of[first]
+            if isinstance(line.get(entries), list) and begin == len(all_of[entries]):
+                all_of[entries] += line[entries]
+    return [header, all_of] if header else []
 
 
 def fold_workers(paths: RankPaths, kept: Retention) -> str:
@@ -616,13 +579,11 @@ def fold_counters(node: NodeFiles, table: Table, kept: Retention) -> str:
     count = int(np.searchsorted(reached, until - until % MINUTE_NS))
     if not count:
         return ""
-    offset = raw.clock.wall_ns - raw.clock.mono_ns
-    ends = [integer(line.get("wall_ns")) for line in node.of_type("process_end")]
+    wall_ns = rows["time_ns"][:count] + (raw.clock.wall_ns - raw.clock.mono_ns)
     whole = np.zeros(count, dtype=np.bool_)
-    for end in ends:
-        if end is not None:
-            begin, stop = end - offset - BESIDE_DEATH_NS[0], end - offset + BESIDE_DEATH_NS[1]
-            whole |= (rows["time_ns"][:count] >= begin) & (rows["time_ns"][:count] <= stop)
+    for line in node.of_type("process_end"):
+        if (end := integer(line.get("wall_ns"))) is not None:
+            whole |= (wall_ns >= end - BESIDE_DEATH_NS[0]) & (wall_ns <= end + BESIDE_DEATH_NS[1])
     folded = fold_rows(rows[:count], raw.columns, whole)
     data = (b"" if older is None else older.data) + folded.tobytes()
     header = {**raw.header, "folded": {"records": raw.first + count}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -29,6 +29,19 @@ from haiprof.run_format.stack_frames import Frame, frame_text, own_frame, parse_
 LEAK_REMEDY = (
     "look for tensors on the GPU that are kept from each step: losses and outputs in lists without "
     ".detach().cpu(), hooks that store activations, growing sequence lengths"
+)
+_FRAGMENTED_REMEDY = (
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which joins the pieces; fewer "
+    "different shapes (pad to a few lengths)"
+)
+_LARGER_REMEDY = (
+    "bound the batch: by tokens in place of samples, or cut long samples; activation "
+    "checkpointing, bf16, or a smaller batch with gradient accumulation"
+)
+_REMEDY = (
+    "a smaller batch with gradient accumulation, activation checkpointing, bf16, or the "
+    "optimizer's state sharded (FSDP, ZeroRedundancyOptimizer); look for tensors kept from "
+    "each step (losses without .item() or .detach())"
 )
 LEAST_POINTS = 8
 GROWTH_P_VALUE = 0.01
@@ -78,11 +91,9 @@ def growth_per_step(series: GpuMemorySeries) -> float | None:
     if len(held) < LEAST_POINTS or steps[-1] <= steps[0]:
         return None
     grown = float(held[-1] - held[0])
-    if grown < GROWTH_RATIO * series.limit_bytes or growth_p_value(held) >= GROWTH_P_VALUE:
-        return None
-    if held[-1] - held[len(held) // 2] < grown / 5:
-        return None
-    return grown / float(steps[-1] - steps[0])
+    grew = grown >= GROWTH_RATIO * series.limit_bytes and growth_p_value(held) < GROWTH_P_VALUE
+    grows_still = held[-1] - held[len(held) // 2] >= grown / 5
+    return grown / float(steps[-1] - steps[0]) if grew and grows_still else None
 
 
 _FILE_LIMIT = 1 << 21
@@ -97,7 +108,7 @@ _SAID = {
     "allocated_bytes": rf"{_SIZE} is allocated by PyTorch",
     "cached_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
-_OTHERS = re.compile(rf"Process (\d{{1,10}}) has {_SIZE} memory in use")
+_OTHERS = rf"Process \d{{1,10}} has {_SIZE} memory in use"
 _IS_CUDA = re.compile(r"(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate")
 _HELD = ("parameters", "gradients", "buffers", "optimizer_state")
 _DIMENSIONS, _SHAPES = 12, 8
@@ -200,21 +211,8 @@ class GpuOutOfMemory:
     @property
     def remedy(self) -> str:
         """What to do, by what is known of the reason."""
-        if self.fragmented:
-            return (
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which joins the pieces; fewer "
-                "different shapes (pad to a few lengths)"
-            )
-        if self.is_larger:
-            return (
-                "bound the batch: by tokens in place of samples, or cut long samples; activation "
-                "checkpointing, bf16, or a smaller batch with gradient accumulation"
-            )
-        return (
-            "a smaller batch with gradient accumulation, activation checkpointing, bf16, or the "
-            "optimizer's state sharded (FSDP, ZeroRedundancyOptimizer); look for tensors kept from "
-            "each step (losses without .item() or .detach())"
-        )
+        return _FRAGMENTED_REMEDY if self.fragmented else _LARGER_REMEDY if self.is_larger else \
+            _REMEDY  # fmt: skip
 
     @property
     def text(self) -> str:
@@ -229,17 +227,13 @@ class GpuOutOfMemory:
     def _sizes(self) -> str:
         """`2.00 GiB wanted, 79.0 GiB of 80.0 GiB allocated (optimizer state 24.0 GiB, ...)`."""
         limit = self.limit_bytes or self.device_total_bytes
-        parts = []
-        if self.requested_bytes is not None:
-            parts.append(f"{bytes_text(self.requested_bytes)} wanted")
-        if self.allocated_bytes is not None:
-            of = f" of {bytes_text(limit)}" if limit is not None else ""
-            parts.append(f"{bytes_text(self.allocated_bytes)}{of} allocated")
-        sizes = {name.replace("_", " "): size for name, size in self.held.items() if size}
-        if self.other_bytes is not None:
-            sizes["activations and others"] = self.other_bytes
-        ordered = sorted(sizes.items(), key=lambda each: -each[1])
-        held = ", ".join(f"{name} {bytes_text(size)}" for name, size in ordered)
+        of = f" of {bytes_text(limit)}" if limit is not None else ""
+        sizes = ((self.requested_bytes, " wanted"), (self.allocated_bytes, f"{of} allocated"))
+        parts = [f"{bytes_text(n)}{what}" for n, what in sizes if n is not None]
+        known = [(n, name.replace("_", " ")) for name, n in self.held.items() if n]
+        known += [] if self.other_bytes is None else [(self.other_bytes, "activations and others")]
+        ordered = sorted(known, key=lambda each: -each[0])
+        held = ", ".join(f"{name} {bytes_text(size)}" for size, name in ordered)
         return ", ".join(parts) + (f" ({held})" if held else "")
 
     def _batch_text(self) -> str:
@@ -274,25 +268,20 @@ def parse_torch_message(message: str) -> GpuOutOfMemory | None:
     """
     if not _IS_CUDA.search(message):
         return None
-    said = {name: re.search(pattern, message) for name, pattern in _SAID.items()}
-    found = {name: _bytes(match[1], match[2]) if match else None for name, match in said.items()}
-    cached = found.pop("cached_bytes")
-    allocated = found["allocated_bytes"]
+    found = {name: _sum_bytes(re.findall(pattern, message)[:1]) for name, pattern in _SAID.items()}
+    cached, allocated = found.pop("cached_bytes"), found["allocated_bytes"]
     if allocated is not None and cached is not None:
         found["reserved_bytes"] = allocated + cached
     found["limit_bytes"] = found["limit_bytes"] or found["device_total_bytes"]
-    others = [_bytes(match[1], match[2]) for match in _OTHERS.findall(message)]
-    known = [size for size in others if size is not None]
-    found["others_bytes"] = sum(known) if known else None
+    found["others_bytes"] = _sum_bytes(re.findall(_OTHERS, message))
     return GpuOutOfMemory(**found)  # type: ignore[arg-type]
 
 
-def _bytes(digits: str, unit: str) -> int | None:
-    try:
-        size = float(digits) * _UNITS[unit]
-    except ValueError:
-        return None
-    return round(size) if size < _SIZE_LIMIT else None
+def _sum_bytes(said: Iterable[tuple[str, str]]) -> int | None:
+    """Of numbers with their units; None where none is one."""
+    sizes = [float(n) * _UNITS[unit] for n, unit in said if n.replace(".", "", 1).isdigit()]
+    known = [round(size) for size in sizes if size < _SIZE_LIMIT]
+    return sum(known) if known else None
 
 
 def _parse(content: Mapping[str, Any], *, count: int) -> GpuOutOfMemory:

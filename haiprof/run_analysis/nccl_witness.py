@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -113,13 +114,11 @@ def _group_text(part: pl.DataFrame, interval_ns: int) -> str:
     said += f", {visible(part['message'][0])}" if part["message"][0] else ""
     said += f": {rate_text(rate)} of bus bandwidth" if isinstance(rate, float) else ""
     slow = part.drop_nulls("bus_ratio").sort("bus_ratio")
-    least, most = (
-        (rate_text(slow["bus_bytes_per_s"][at]) for at in (0, -1)) if slow.height else ("", "")
-    )
-    if least != most:
+    rates = [rate_text(each) for each in slow["bus_bytes_per_s"]]
+    if rates and rates[0] != rates[-1]:
         ratio = ratio_text(slow["bus_ratio"][0])
-        said += f", from {least} ({_name(slow)}, {ratio} of the others' median) "
-        said += f"to {most} ({_name(slow.tail(1))})"
+        said += f", from {rates[0]} ({_name(slow)}, {ratio} of the others' median) "
+        said += f"to {rates[-1]} ({_name(slow.tail(1))})"
     if (late := _behind(part, interval_ns)).height:
         said += f"; the last one is {late['sequence'][0]} on {_name(late)}"
         said += f", {late['most'][0]} at most"
@@ -141,9 +140,8 @@ def nccl_report(files: RunFiles, *, limit_bytes: int = LIMIT_BYTES) -> NcclRepor
     report = _report(paths, _known_processes(files), until_ns, limit_bytes)
     collectives = report.collectives.drop_nulls("rank")
     if collectives.is_empty() and report.collectives.height:
-        notes.append(
-            f"{paths[0].parent}: whose NCCL's files there are is not known: no rank is told"
-        )
+        why = "whose NCCL's files there are is not known: no rank is told"
+        notes.append(f"{paths[0].parent}: {why}")
     return replace(
         report,
         collectives=_against_others(collectives),
@@ -154,16 +152,12 @@ def nccl_report(files: RunFiles, *, limit_bytes: int = LIMIT_BYTES) -> NcclRepor
 
 
 def nccl_folder_report(paths: Sequence[Path]) -> NcclReport:
-    """What files, or folders of them, say without a run: ranks are those of the communicators.
-
-    Raises:
-        MissingDataError: None of them is a file of NCCL's Inspector or profiler plugin.
-    """
+    """What files, or folders of them, say without a run: ranks are those of the communicators."""
     inside = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
     report = _report(inside, lambda _: None, time.time_ns(), LIMIT_BYTES)
     if report.known is None:
-        where = paths[0] if paths else Path()
-        raise MissingDataError(report.notes[0] if report.notes else f"{where}: nothing is in it")
+        nothing = f"{next(iter(paths), Path())}: nothing is in it"
+        raise MissingDataError(next(iter(report.notes), nothing))
     return replace(report, collectives=_against_others(report.collectives))
 
 
@@ -174,14 +168,11 @@ def ranks_behind(report: NcclReport) -> list[NcclRank]:
     rank may wait, too.
     """
     found = []
-    groups = report.collectives.partition_by(_GROUP, maintain_order=True)
-    for part in groups:
+    for part in report.collectives.partition_by(_GROUP, maintain_order=True):
         verb = "begun" if part["source"][0] == "profiler" else "ended"
         for row in _behind(part, report.interval_ns).iter_rows(named=True):
-            why = (
-                f"its last {visible(row['kind'])[:40]} that has {verb} is number "
-                f"{row['sequence']}, others' {row['most']}, as {_WRITERS[row['source']]} wrote"
-            )
+            why = f"its last {visible(row['kind'])[:40]} that has {verb} is number "
+            why += f"{row['sequence']}, others' {row['most']}, as {_WRITERS[row['source']]} wrote"
             found.append(NcclRank(rank=row["member"], size=row["size"], pid=row["pid"],
                                   host=row["host"], why=why))  # fmt: skip
     return found
@@ -231,38 +222,30 @@ def files_of_run(files: RunFiles) -> tuple[list[Path], list[str]]:
             wanted.setdefault(path.parent, set()).add(re.compile(pattern))
     found, notes = [], []
     for folder, patterns in wanted.items():
-        if not folder.is_absolute():  # of a run whose own folder is not known
-            continue
         inside = _inside(folder, since_ns=start_ns)
         own = [path for path in inside if any(each.fullmatch(path.name) for each in patterns)]
-        if not own:
-            notes.append(
-                f"{folder}: the job was told to write NCCL's files there; none of this run is here"
-            )
-        found += own
+        if folder.is_absolute():  # else of a run whose own folder is not known
+            found += own
+            notes += [] if own else [f"{folder}: the job was told to write NCCL's files there; "
+                                     "none of this run is here"]  # fmt: skip
     return list(dict.fromkeys(found)), notes
 
 
 def _interval_ns(files: RunFiles) -> int:
     """How often the ranks' Inspectors write, at the most."""
+    name = "NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS"
     variables = (mapping(rank.last("environment").get("variables")) for rank in files.ranks)
-    texts = [
-        text(each.get("NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS")) for each in variables
-    ]
-    known = [int(each) for each in texts if each and each.isdecimal() and len(each) < 15]
+    texts = (text(each.get(name)) or "" for each in variables)
+    known = (int(each) for each in texts if each.isdecimal() and len(each) < 15)
     return 1000 * max(known, default=0)
 
 
 def _inside(folder: Path, *, since_ns: int = 0) -> list[Path]:
     """Files of a folder that were changed since then; earlier runs may have written there, too."""
-    try:
-        with os.scandir(folder) as entries:
-            first = islice(entries, _FILE_LIMIT)
-            return sorted(
-                Path(e.path) for e in first if e.stat(follow_symlinks=False).st_mtime_ns >= since_ns
-            )
-    except (OSError, ValueError):
-        return []
+    with suppress(OSError, ValueError), os.scandir(folder) as entries:
+        return sorted(Path(e.path) for e in islice(entries, _FILE_LIMIT)
+                      if e.stat(follow_symlinks=False).st_mtime_ns >= since_ns)  # fmt: skip
+    return []
 
 
 _RankOf = Callable[[Mapping[str, Any]], "int | None"]
@@ -292,22 +275,22 @@ def _report(paths: Sequence[Path], rank_of: _RankOf, until_ns: int, limit_bytes:
     for path in paths:
         with note_damage(problems):
             read.append(read_nccl_file(path, limit_bytes=limit))
-    collectives = pl.concat(
-        [pl.DataFrame(schema=COLLECTIVE_SCHEMA), *(r.collectives for r in read)]
-    )
-    waits = pl.concat([pl.DataFrame(schema=WAIT_SCHEMA), *(r.waits for r in read)])
+    collectives = _with_rank(COLLECTIVE_SCHEMA, (r.collectives for r in read), rank_of)
     return NcclReport(
-        collectives=_with_rank(collectives, rank_of).with_columns(
+        collectives=collectives.with_columns(
             since_ns=(pl.lit(until_ns) - pl.col("last_ns")).clip(0)  # clocks of nodes differ
         ),
-        waits=_with_rank(waits, rank_of),
+        waits=_with_rank(WAIT_SCHEMA, (r.waits for r in read), rank_of),
         cut_count=sum(each.is_cut for each in read),
         interval_ns=0,
         notes=(*problems, *(note for each in read for note in each.notes)),
     )
 
 
-def _with_rank(rows: pl.DataFrame, rank_of: _RankOf) -> pl.DataFrame:
+def _with_rank(
+    schema: Mapping[str, Any], frames: Iterable[pl.DataFrame], rank_of: _RankOf
+) -> pl.DataFrame:
+    rows = pl.concat([pl.DataFrame(schema=schema), *frames])
     ranks = [rank_of(row) for row in rows.select("pid", "host", "gpu_uuid").iter_rows(named=True)]
     return rows.select(pl.Series("rank", ranks, pl.Int64), *rows.columns)
 
@@ -326,25 +309,19 @@ def _against_others(rows: pl.DataFrame) -> pl.DataFrame:
     rows = rows.sort("popular", "message", descending=True, nulls_last=True, maintain_order=True)
     chosen = rows.unique(process, keep="first", maintain_order=True)
     ratios = {}
-    for part in chosen.with_row_index("at").partition_by([*group, "message"]):
+    known = chosen.with_row_index("at").filter(pl.col("bus_bytes_per_s").is_finite())
+    for part in known.partition_by([*group, "message"]) if known.height else ():
         rates = part["bus_bytes_per_s"].to_numpy()
-        for place, at in enumerate(part["at"]):
-            others = np.delete(rates, place)
-            others = others[np.isfinite(others)]
-            if len(others) and np.isfinite(rates[place]):
-                ratios[at] = float(rates[place] / np.median(others))
+        if len(rates) > 1:
+            for place, at in enumerate(part["at"]):
+                ratios[at] = float(rates[place] / np.median(np.delete(rates, place)))
     ratio = pl.Series("bus_ratio", [ratios.get(at) for at in range(chosen.height)], pl.Float64)
     found = chosen.with_columns(ratio).select(*RANK_SCHEMA)
     return found.sort("rank", "communicator", "member", "kind", nulls_last=True)
 
 
 def judge_files(paths: Sequence[Path]) -> FlightVerdict | NcclReport:
-    """What dumps of the Flight Recorder say; where there is none, files of NCCL's own.
-
-    Raises:
-        MissingDataError: There is neither.
-        TraceFormatError: Two dumps are of one rank, or a name does not say its rank.
-    """
+    """What dumps of the Flight Recorder say; where there is none, files of NCCL's own."""
     try:
         return judge_dumps(paths)
     except (MissingDataError, TraceFormatError) as error:

@@ -24,26 +24,15 @@ from haiprof.run_analysis.run_files import (
 )
 from haiprof.run_format.entities import entities_by_key, entity_name
 from haiprof.run_format.layout import NodePaths
-from haiprof.run_format.node_history import (
-    STATISTICS,
-    TIERS,
-    Tier,
-    kept_columns,
-    metric_of,
-)
+from haiprof.run_format.node_history import STATISTICS, TIERS, Tier, kept_columns, metric_of
 from haiprof.run_format.reader import read_lines, read_records
 from haiprof.run_format.schema import Table
 from haiprof.run_format.tables import COUNTER_TABLES
 
 HISTORY_SCHEMA = {
     "time_ns": pl.Int64,  # Unix time at which it begins
-    "source": pl.String,
-    "entity": pl.String,  # null for the node
-    "metric": pl.String,
-    "unit": pl.String,
-    "mean": pl.Float64,
-    "min": pl.Float64,
-    "max": pl.Float64,
+    **dict.fromkeys(("source", "entity", "metric", "unit"), pl.String),  # no entity: the node
+    **dict.fromkeys(STATISTICS, pl.Float64),
 }
 _UNUSED_NS = 600 * NS_PER_S
 """A GPU that was held for so long, and did nothing in it, is called unused."""
@@ -188,18 +177,13 @@ def _in_steps(rows: pl.DataFrame, table: Table, step_ns: int) -> pl.DataFrame:
     """One row for each metric of each entity in each step."""
     weight = pl.col("sample_count")
     metrics = dict(metric_of(column) for column in kept_columns(table))
-    sums = [
-        each
-        for name in metrics
-        for mean in [pl.col(f"{name}.mean")]
-        for each in (
-            ((mean * weight).sum() / weight.filter(mean.is_not_null()).sum()).alias(f"{name}.mean"),
-            pl.col(f"{name}.min").min(),
-            pl.col(f"{name}.max").max(),
-        )
-    ]
+    means = [pl.col(f"{name}.mean") for name in metrics]
     step = (pl.col("time_ns") // step_ns * step_ns).alias("time_ns")
-    wide = rows.group_by(step, "entity").agg(sums).sort("time_ns", "entity")
+    wide = rows.group_by(step, "entity").agg(
+        *((mean * weight).sum() / weight.filter(mean.is_not_null()).sum() for mean in means),
+        *(pl.col(f"{name}.min").min() for name in metrics),
+        *(pl.col(f"{name}.max").max() for name in metrics),
+    ).sort("time_ns", "entity")  # fmt: skip
     long = [
         wide.select(
             "time_ns", pl.lit(table.name).alias("source"), "entity", pl.lit(name).alias("metric"),
@@ -252,16 +236,11 @@ def _measure_use(
     start_ns, gpu = integer(line.get("wall_ns")) or 0, integer(line.get("gpu")) or 0
     last_ns = end_ns or now_ns
     tier = TIERS[1] if last_ns - start_ns < TIERS[1].kept_ns else TIERS[2]
-    inside = (
-        tiers[tier]
-        .filter(pl.col("time_ns").is_between(start_ns, last_ns), pl.col("entity") == f"gpu {gpu}")
-        .select("sample_count", "utilization_ratio.mean", "utilization_ratio.max")
-        .drop_nulls()
-    )
-    highest = inside["utilization_ratio.max"].max()
-    weights = inside["sample_count"].cast(pl.Float64)
-    weighted = number((inside["utilization_ratio.mean"] * weights).mean())
-    samples = number(weights.mean())
+    during = pl.col("time_ns").is_between(start_ns, last_ns)
+    names = ["utilization_ratio.mean", "utilization_ratio.max"]
+    inside = tiers[tier].filter(during, pl.col("entity") == f"gpu {gpu}").drop_nulls(names)
+    (mean, most), weight = map(pl.col, names), pl.col("sample_count").cast(pl.Float64)
+    weighted, highest = inside.select((mean * weight).sum() / weight.sum(), most.max()).row(0)
     return read_record(
         HeldGpu,
         line,
@@ -269,7 +248,7 @@ def _measure_use(
         pid=integer(line.get("pid")) or 0,
         start_wall_ns=start_ns,
         end_wall_ns=end_ns,
-        utilization_mean_ratio=weighted / samples if weighted is not None and samples else None,
+        utilization_mean_ratio=number(weighted),
         utilization_max_ratio=number(highest),
         unused=highest == 0 and last_ns - start_ns >= _UNUSED_NS,
     )
@@ -277,14 +256,10 @@ def _measure_use(
 
 def _is_locked(path: Path) -> bool:
     """Whether an agent of this machine writes there now."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)
-    finally:
-        os.close(fd)
     return False

@@ -20,11 +20,7 @@ from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import NS_PER_S, bytes_text, shorten, without_source_places
 from haiprof.run_analysis.code_samples import SampledProcess, StackTree, read_stack_file
-from haiprof.run_analysis.gpu_memory import (
-    GpuOutOfMemory,
-    failed_allocations,
-    parse_torch_message,
-)
+from haiprof.run_analysis.gpu_memory import GpuOutOfMemory, failed_allocations, parse_torch_message
 from haiprof.run_analysis.run_files import (
     RankFiles,
     RunFiles,
@@ -452,10 +448,7 @@ _TERMINATED = re.compile(
 
 
 def _add_printed(end: ProcessEnd) -> ProcessEnd:
-    """Adds the last traceback on stderr, where a process failed and nothing else tells of what.
-
-    Where it aborted, that is what the C++ runtime printed.
-    """
+    """Adds the error on stderr (of an abort the C++ runtime's) where nothing else tells of one."""
     if end.signal in _CRASHES and not end.crashed_at:
         end = replace(end, crashed_at=_dumped_frames(end.printed))
     error = None

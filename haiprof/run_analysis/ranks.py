@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
 
 from haiprof.base.intervals import Bools, Floats, Intervals, Ints, intersection, total, union
 from haiprof.run_analysis.nesting import MODULE_KINDS, kind_table, take_rows
-from haiprof.run_analysis.run_files import RankFiles, integer, mapping, number, text
+from haiprof.run_analysis.run_files import RankFiles, entries, integer, mapping, number, text
 from haiprof.run_analysis.step_frame import (
     STEP_PHASES,
     RankSegments,
@@ -30,26 +29,17 @@ from haiprof.trace_format.frame_columns import Columns, types_of
 _LIMIT_US = 1 << 52
 
 
-def compile_intervals(files: RankFiles) -> Intervals | None:
+def compile_intervals(files: RankFiles) -> Intervals:
     """Unix time in ns of all compilations, those of backward graphs included.
 
     Source: `torch._dynamo.utils.get_compilation_metrics`. One that compiles another counts once.
-
-    None where a line does not say when compilations began, as in recordings of older versions.
     """
-    lines = files.of_type("compile")
-    if any(not isinstance(line.get("spans"), list) for line in lines):
-        return None
-    pairs = [
-        (begin, length)
-        for line in lines
-        for span in line["spans"]
-        if isinstance(span, list) and len(span) == 2
-        for begin, length in [(integer(span[0]), integer(span[1]))]
-        if begin is not None and length is not None
-        if 0 < begin < _LIMIT_US and 0 <= length < _LIMIT_US
+    spans = [
+        entries(span) for line in files.of_type("compile") for span in entries(line.get("spans"))
     ]
-    table = np.array(pairs, dtype=np.int64).reshape(-1, 2) * 1_000
+    pairs = [[integer(at) for at in span] for span in spans if len(span) == 2]
+    known = [p for p in pairs if all(at is not None and 0 <= at < _LIMIT_US for at in p)]
+    table = np.array(known, dtype=np.int64).reshape(-1, 2) * 1_000
     return union(table[:, 0], table.sum(axis=1))
 
 
@@ -99,9 +89,8 @@ def rank_row(files: RankFiles, segments: RankSegments | None) -> dict[str, objec
         row["eval_ns"] = total(evaluated)
         row["nograd_ns"] = nograd_ns(segments)
         compiled = compile_intervals(files)
-        if compiled is not None:
-            row["compile_ns"] = total(compiled)
-            row["eval_compile_ns"] = total(intersection(union(*evaluated), compiled))
+        row["compile_ns"] = total(compiled)
+        row["eval_compile_ns"] = total(intersection(union(*evaluated), compiled))
         row["unfinished_micro_step_count"] = found.unfinished_micro_step_count
         row.update(_cost(files, segments))
     offset = files.clock_offset_ns if segments is None else segments.wall_offset_ns
@@ -177,11 +166,11 @@ def _cost(files: RankFiles, segments: RankSegments) -> dict[str, object]:
     inner = {integer(x.get("tag")): integer(x.get("module_count")) for x in files.of_type("root")}
     calls = sum(n * ((inner.get(tag) or 1) - 1) for tag, n in root_calls(segments).items())
     calls = calls * counted // count
-    names = ("event_count", "event_ns", "module_call_ns", "sampling_held_ns", "drain_cpu_ns",
-             "sampling_cpu_ns", "elapsed_ns")  # fmt: skip
     events, event_ns, call_ns, held_ns, drain_ns, sampling_ns, elapsed_ns = (
-        number(line.get(name)) for name in names
-    )
+        number(line.get(name)) for name in (
+            "event_count", "event_ns", "module_call_ns", "sampling_held_ns", "drain_cpu_ns",
+            "sampling_cpu_ns", "elapsed_ns")
+    )  # fmt: skip
     row: dict[str, object] = {}
     if events is not None and event_ns is not None:
         per_step = (events * event_ns + calls * (call_ns or 0.0) + (held_ns or 0.0)) / counted
@@ -210,15 +199,14 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
             for phase, seen in zip(PHASES, segments.seen.tolist(), strict=True)
             if trains and not seen
         ]
-    if compile_intervals(files) is None:
-        notes.append(
-            "the time of compilations is not known: the recording does not say when they began"
-        )
     patches = files.of_type("patch_failed")
     notes += [f"{line.get('phase')} is not measured: {line.get('reason')}" for line in patches]
     faults = files.of_type("hook_error")
     notes += [f"fault in the hook ({line.get('where')}): {line.get('reason')}" for line in faults]
-    notes += [_lost_text(line) for line in files.of_type("descriptor_lost")]
+    for line in files.of_type("descriptor_lost"):
+        went_on = "it was opened again, nothing is missing"
+        came = went_on if line.get("reopened") is True else "what came after is missing"
+        notes.append(f"the job closed haiprof's descriptor of {line.get('file')}: {came}")
     if dropped := integer(files.last("cost").get("dropped_bytes")):
         notes.append(f"{dropped} bytes of records did not fit on the disk")
     return tuple(text(note) or "" for note in notes)
@@ -237,13 +225,6 @@ def folded_notes(rank: RankSegments) -> list[str]:
         f" every Nth sample, {whole:,} slow ones whole{many}; all totals count them, medians and "
         f"single steps are of step {folded.step_count:,} on"
     ]
-
-
-def _lost_text(line: Mapping[str, Any]) -> str:
-    went_on = line.get("reopened") is True
-    return f"the job closed haiprof's descriptor of {line.get('file')}: " + (
-        "it was opened again, nothing is missing" if went_on else "what came after is missing"
-    )
 
 
 def _why_missing(files: RankFiles, phase: str) -> str:
@@ -339,18 +320,11 @@ def rank_rows(
         first=slow_frame(rank, limit=1) if rank.first_step else steps.head(1),
         blocks=_blocks(rank),
         pauses=pause_frame(rank),
-        loading=(
-            cut.files.rank,
-            cut.files.attempt,
-            epoch_count,
-            epoch_ns if epoch_count else 0,
-            loading_ns,
-        ),
+        loading=(rank.files.rank, rank.files.attempt, epoch_count, epoch_ns * (epoch_count > 0),
+                 loading_ns),
         rank=row,
-        positions={
-            place: kept[place].copy() for place in np.flatnonzero(times.any(axis=1)).tolist()
-        },
-    )
+        positions={at: kept[at].copy() for at in np.flatnonzero(times.any(axis=1)).tolist()},
+    )  # fmt: skip
 
 
 def _blocks(rank: RankSegments) -> Blocks:
@@ -369,9 +343,8 @@ def _blocks(rank: RankSegments) -> Blocks:
 
 def rank_positions(rank: RankSegments) -> StepPositions:
     """Where a rank's training thread was at each moment."""
-    compiled = compile_intervals(rank.files)
-    own = None if compiled is None else compiled.shift(-rank.wall_offset_ns)
-    return step_positions(rank.found, rank.events, own)
+    compiled = compile_intervals(rank.files).shift(-rank.wall_offset_ns)
+    return step_positions(rank.found, rank.events, compiled)
 
 
 COLUMN_LIMIT = 480

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -138,15 +139,20 @@ def reactions(files: RunFiles) -> list[Reaction]:
 def asked_snapshots(files: RunFiles) -> list[Reaction]:
     """Snapshots that name who holds the job up, as hangs that were noticed then; oldest first."""
     found = []
+    for path, content in _snapshots(files):
+        time = dict.fromkeys(("wall_ns", "since_wall_ns"), content.get("wall_ns"))
+        line = {"trigger": "hang", "action": "snapshot", "path": str(path), **time}
+        reaction = _reaction("", line, {**content, "state": "done"})
+        if reaction is not None and reaction.suspects and not reaction.moves:
+            found.append(reaction)
+    return found
+
+
+def _snapshots(files: RunFiles) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """Those that can be read, oldest first."""
     for path in files.paths.snapshot_files():
         with contextlib.suppress(RunFormatError):
-            content = read_json(path)
-            time = dict.fromkeys(("wall_ns", "since_wall_ns"), content.get("wall_ns"))
-            line = {"trigger": "hang", "action": "snapshot", "path": str(path), **time}
-            reaction = _reaction("", line, {**content, "state": "done"})
-            if reaction is not None and reaction.suspects and not reaction.moves:
-                found.append(reaction)
-    return found
+            yield path, read_json(path)
 
 
 class SnapshotLines(NamedTuple):
@@ -165,15 +171,11 @@ class SnapshotLines(NamedTuple):
 
 def lines_in_snapshots(files: RunFiles) -> Iterator[SnapshotLines]:
     """Lines of all snapshots that can be read, oldest first."""
-    for path in files.paths.snapshot_files():
-        with contextlib.suppress(RunFormatError):
-            content = read_json(path)
-            frames = {
-                integer(entry.get("rank")): job_frame(parse_frames(entry.get("stack")) or ())
-                for entry in objects(content.get("ranks"))
-            }
-            at = {rank: f for rank, f in frames.items() if rank is not None and f}
-            yield SnapshotLines(path.parent.name, integer(content.get("wall_ns")) or 0, at)
+    for path, content in _snapshots(files):
+        ranks = [(integer(entry.get("rank")), job_frame(parse_frames(entry.get("stack")) or ()))
+                 for entry in objects(content.get("ranks"))]  # fmt: skip
+        at = {rank: frame for rank, frame in ranks if rank is not None and frame}
+        yield SnapshotLines(path.parent.name, integer(content.get("wall_ns")) or 0, at)
 
 
 def reaction_frame(found: Sequence[Reaction]) -> pl.DataFrame:
@@ -191,13 +193,11 @@ def outcome_text(reaction: Reaction) -> str:
     if not slow and reaction.state == "done":
         if reaction.contradiction is not None:
             return f"ranks contradicted each other: {reaction.contradiction}"
-        if reaction.suspects:
-            first = reaction.suspects[0]
+        for first in reaction.suspects[:1]:
             verb = "held the job up" if first.certain else "did something different from the rest"
-            placed = first.doing and not first.doing.startswith(_NOWHERE)
-            return f"rank {first.rank} {verb}: {first.reason}" + (
-                f"; it was at {first.doing}" if placed else ""
-            )
+            is_placed = first.doing and not first.doing.startswith(_NOWHERE)
+            place = f"; it was at {first.doing}" if is_placed else ""
+            return f"rank {first.rank} {verb}: {first.reason}{place}"
         if reaction.saving:
             return f"rank {reaction.saving[0]} was saving a checkpoint"
         if reaction.moves:

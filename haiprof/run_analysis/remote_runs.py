@@ -68,8 +68,7 @@ def put_run(run: RunPaths, address: str, *, host: str, only_node: bool = False) 
         sizes = []
         try:
             for path in paths:
-                sent = _put_changed(fs, run, path, root=root, before=done.get(path))
-                if sent is not None:
+                if sent := _put_changed(fs, run, path, root=root, before=done.get(path)):
                     done[path] = sent
                     sizes.append(sent[0])
         finally:
@@ -88,19 +87,14 @@ def fetch_run(address: str, folder: Path) -> Path:
             raise UsageError(f"{target}: exists already", hint="remove it, or -o another folder")
         total, free = sum(sizes.values()), shutil.disk_usage(folder).free
         if total > free:
-            raise HaiprofError(
-                f"{mask_text(address)}: {bytes_text(total)}, and {folder} has {bytes_text(free)} "
-                "left"
-            )
+            left = f"{bytes_text(total)}, and {folder} has {bytes_text(free)} left"
+            raise HaiprofError(f"{mask_text(address)}: {left}")
         made = MadeFolder.temporary(f".{target.name}.", target.parent)
         try:
             for path in sizes:
                 file = made.path / path
                 make_folder(file.parent, below=made.path)
-                with (
-                    fs.open(f"{root}/{path}", "rb") as there,
-                    whole_file(file, below=made.path) as here,
-                ):
+                with fs.open(f"{root}/{path}") as there, whole_file(file, below=made.path) as here:
                     shutil.copyfileobj(there, here, _CHUNK_BYTES)
             made.move(target)
         except BaseException:
@@ -139,14 +133,10 @@ def _list_sizes(fs: Any, root: str) -> dict[str, int]:  # noqa: ANN401
         found = fs.find(root, detail=True)
     except FileNotFoundError:
         return {}
-    paths = {name[len(root) + 1 :]: entry for name, entry in found.items()}
-    return {
-        path: entry["size"]
-        for path, entry in paths.items()
-        if entry.get("type", "file") == "file"
-        and "\0" not in path
-        and not {"", ".", ".."} & set(path.split("/"))
-    }
+    files = {name[len(root) + 1 :]: entry["size"] for name, entry in found.items()
+             if entry.get("type", "file") == "file"}  # fmt: skip
+    return {path: size for path, size in files.items()
+            if "\0" not in path and not {"", ".", ".."} & set(path.split("/"))}  # fmt: skip
 
 
 def _read_manifest(fs: Any, root: str) -> Mapping[str, Any]:  # noqa: ANN401
@@ -208,11 +198,8 @@ def _states(kept: Mapping[str, Any] | None) -> dict[str, State]:
     """Size and time of each file that was put; without those whose record is damaged."""
     files = (kept or {}).get("files")
     items = files.items() if isinstance(files, dict) else ()
-    return {
-        path: (state[0], state[1])
-        for path, state in items
-        if (isinstance(state, list) and len(state) == 2 and all(type(n) is int for n in state))
-    }
+    return {path: (state[0], state[1]) for path, state in items
+            if isinstance(state, list) and [*map(type, state)] == [int, int]}  # fmt: skip
 
 
 def _put_changed(
@@ -223,7 +210,7 @@ def _put_changed(
         descriptor = open_to_read(run.root / path, below=run.root)
     except OSError:
         return None  # removed meanwhile, or no file any more
-    try:
+    with os.fdopen(descriptor, "rb"):
         found = os.fstat(descriptor)
         state = (found.st_size, found.st_mtime_ns)
         if before == state:
@@ -234,8 +221,6 @@ def _put_changed(
             fs.mkdirs(target.rpartition("/")[0], exist_ok=True)
         fs.put_file(f"/proc/self/fd/{descriptor}", target)  # by its path it could be a link by now
         return state
-    finally:
-        os.close(descriptor)
 
 
 def _newest_run(fs: Any, root: str, address: str) -> str:  # noqa: ANN401
@@ -243,10 +228,9 @@ def _newest_run(fs: Any, root: str, address: str) -> str:  # noqa: ANN401
     fs.invalidate_cache()
     if fs.exists(f"{root}/{MANIFEST_NAME}"):
         return root
-    try:
+    folders = list[str]()
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         folders = [name.rstrip("/") for name in fs.ls(root, detail=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        folders = []
     starts: list[tuple[int, str]] = []
     for folder in folders:
         with contextlib.suppress(OSError, ValueError, RecursionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -217,8 +218,8 @@ def goodput(runs: Sequence[RunRecord]) -> Goodput:
         account: _join([record.apart[account] for record in records if account in record.apart])
         for account in (CHECKPOINT, EVALUATION, WAITING, COMPILE)
     }
-    hangs = [hang for run in runs for hang in run.hangs]
-    sums = line.sums({**apart, HANG: _join([_stretch(records, *hang) for hang in hangs])})
+    hangs = [_stretch(records, *hang) for run in runs for hang in run.hangs]
+    sums = line.sums({**apart, HANG: _join(hangs)})
     return Goodput(
         accounts={ACCOUNTS[place]: ns for place, ns in enumerate(sums) if ns},
         wall_ns=line.at_ns - runs[0].start_ns,
@@ -243,10 +244,7 @@ def find_starts(records: Sequence[StartRecord]) -> tuple[Start, ...]:
         at = origin.start
         kept[at] = (origin.low, origin.high)
     if at > first:
-        kept[:at] = [
-            (record.step_count if record.ended_well else 0, record.step_count)
-            for record in records[:at]
-        ]
+        kept[:at] = [(r.step_count * r.ended_well, r.step_count) for r in records[:at]]
     numbers = {first: 0}
     for place, origin in enumerate(origins):
         if origin is not None and origin.low == origin.high and origin.start in numbers:
@@ -264,9 +262,9 @@ def find_starts(records: Sequence[StartRecord]) -> tuple[Start, ...]:
             went_on="never trained" if not record.step_count and origin is None
             else "first" if place == first
             else "not known" if origin is None else "checkpoint",
-            from_start=None if origin is None else origin.start,
-            from_step=None if origin is None else origin.low,
-            file=None if origin is None else origin.file,
+            from_start=origin and origin.start,
+            from_step=origin and origin.low,
+            file=origin and origin.file,
             first_step=numbers.get(place),
             has_saved=bool(record.saves),
         )
@@ -276,8 +274,7 @@ def find_starts(records: Sequence[StartRecord]) -> tuple[Start, ...]:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
+class _Origin(NamedTuple):
     """The steps of an earlier start that a checkpoint holds: between `low` and `high` of them."""
 
     start: int
@@ -290,28 +287,22 @@ def _find_origin(records: Sequence[StartRecord], place: int) -> _Origin | None:
     """The checkpoint of an earlier start that one has read; None where it is not known."""
     # A file tells by its time which save wrote it, also once it has another name. A file that was
     # written before the job trained (weights to begin with, a data set) is no checkpoint of it.
-    known = [load for load in records[place].loads if load.written_ns is not None]
-    for load in sorted(known, key=lambda load: -(load.written_ns or 0)):
-        written_ns = load.written_ns or 0
-        saves = [
-            (save.start_ns, start, save)
-            for start, record in enumerate(records[:place])
-            for save in record.saves
-            if save.start_ns <= written_ns + _FILE_CLOCK_NS
-        ]
-        _, start, save = max(saves, key=lambda found: found[0], default=(0, -1, None))
-        low = 0
-        if save is not None:
-            low = high = records[start].trained_by(save.start_ns)
-            is_sure = save.file == load.file and save.file is not None
+    earlier = list(enumerate(records[:place]))
+    known = [(load.written_ns, load.file) for load in records[place].loads if load.written_ns]
+    for written_ns, file in sorted(known, key=lambda load: -load[0]):
+        saves = [(save.start_ns, start, save) for start, record in earlier for save in record.saves
+                 if save.start_ns <= written_ns + _FILE_CLOCK_NS]  # fmt: skip
+        if saves:
+            save_ns, start, save = max(saves, key=lambda found: found[0])
+            low = high = records[start].trained_by(save_ns)
+            is_sure = save.file == file and file is not None
             if not is_sure and written_ns > save.end_ns + _FILE_CLOCK_NS:
                 high = max(low, records[start].trained_by(written_ns))
         else:  # by a way that haiprof does not see
-            before = [at for at, r in enumerate(records[:place]) if r.trained_by(written_ns)]
-            start = before[-1] if before else -1
-            high = records[start].trained_by(written_ns) if before else 0
+            trained = [(at, n) for at, record in earlier if (n := record.trained_by(written_ns))]
+            (start, high), low = trained[-1] if trained else (-1, 0), 0
         if high:
-            return _Origin(start, low, high, load.file)
+            return _Origin(start, low, high, file)
     return None
 
 
@@ -412,24 +403,18 @@ def run_record(
     if manifest is not None and manifest.exit_status == 0 and starts and starts[-1].why is None:
         starts[-1] = replace(starts[-1], ended_well=True)
     start_ns, end_ns = (manifest.start_wall_ns, manifest.end_wall_ns) if manifest else (0, None)
-    known = [start.times.end_ns for start in starts if start.times is not None]
-    known += [start.ended_ns for start in starts if start.ended_ns is not None]
-    known += [end.wall_ns for end in ends if end.wall_ns is not None]
-    if not start_ns:
-        start_ns = min((s.process_ns for s in starts if s.process_ns), default=0)
-    hangs = [
-        (seen.since_wall_ns, seen.wall_ns)
-        for seen in reactions(files)
-        if seen.trigger == "hang" and not seen.moves and not seen.saving
-    ]
+    start_ns = start_ns or min((s.process_ns for s in starts if s.process_ns), default=0)
+    signs = [start.times and start.times.end_ns for start in starts]
+    signs += [start.ended_ns for start in starts] + [end.wall_ns for end in ends]
     return RunRecord(
         name=files.paths.root.name,
         start_ns=start_ns,
-        end_ns=max([start_ns, *known]) if end_ns is None else end_ns,
+        end_ns=max(start_ns, *filter(None, signs), 0) if end_ns is None else end_ns,
         has_ended=end_ns is not None,
         starts=tuple(starts),
-        hangs=tuple(hangs),
-    )
+        hangs=tuple((seen.since_wall_ns, seen.wall_ns) for seen in reactions(files)
+                    if seen.trigger == "hang" and not seen.moves and not seen.saving),
+    )  # fmt: skip
 
 
 def _generation(files: RankFiles) -> int:
@@ -445,24 +430,28 @@ def _start(
     last = [end.failed_ns for end in ends if end.generation == generation and end.rank is not None]
     ended = [time for time in last if time is not None]
     ended += [] if rank is None else _line_times(rank.files, rank.wall_offset_ns, "record_end")
-    has_steps = rank is not None and rank.step_count
-    is_unfinished = False
-    if rank is not None and len(rank.found.steps.end_ns):  # work after the last whole step
-        after = rank.found.nested.spans.start_ns >= rank.found.steps.end_ns[-1]
-        is_unfinished = bool((after & (rank.found.phase < len(PHASES))).any())
-    return StartRecord(
+    found = StartRecord(
         run=files.paths.root.name,
         generation=generation,
-        process_ns=None if rank is None else _process_start(rank.files, rank.wall_offset_ns),
+        process_ns=None,
         died_ns=None if death is None else death.died_ns,
         ended_ns=max(ended, default=None),
         why=None if death is None else death.own_end or death.headline,
         stood_still=death is not None and death.cause in _STOOD_STILL,
-        is_unfinished=is_unfinished,
-        times=_step_times(rank) if rank is not None and has_steps else None,
         saves=tuple(call for each in ranks for call in _checkpoint_calls(each, "save")),
         loads=tuple(call for each in ranks for call in _checkpoint_calls(each, "load")),
-        apart={} if rank is None else _apart(rank),
+    )
+    if rank is None:
+        return found
+    # Is there work after the last whole step?
+    last_ns = np.append(np.iinfo(np.int64).max, rank.found.steps.end_ns)[-1]
+    after = rank.found.nested.spans.start_ns >= last_ns
+    return replace(
+        found,
+        process_ns=_process_start(rank.files, rank.wall_offset_ns),
+        is_unfinished=bool((after & (rank.found.phase < len(PHASES))).any()),
+        times=_step_times(rank) if rank.step_count else None,
+        apart=_apart(rank),
     )
 
 
@@ -568,10 +557,9 @@ def _apart(rank: RankSegments) -> dict[int, Intervals]:
     saves = [each.times.shift(shift) for each in (events, folded.saves()[0])]
     told = [each.shift(shift) for each in (met.times, folded.when(MET))]
     waited = _join([*told, _read_times(files, files.of_type("process_group"))])
-    apart = {
+    return {
         CHECKPOINT: _join([*saves, _read_times(files, loaded)]),
         EVALUATION: union(*evaluations(rank)),
         WAITING: Intervals(*(np.minimum(side, first_ns) for side in waited)),
+        COMPILE: compile_intervals(files),
     }
-    compiled = compile_intervals(files)
-    return apart if compiled is None else {**apart, COMPILE: compiled}

@@ -50,8 +50,8 @@ def read_table(
     """Reads a record file that must hold the columns of one table, but for optional ones."""
     records = read_records(path, first=first, limit=limit)
     have = {(name, kind) for name, kind, _, _ in records.columns}
-    lacking = [c.name for c in table.columns if (c.name, c.type) not in have]
-    lacking = [name for name in lacking if name not in optional]
+    lacking = [c.name for c in table.columns
+               if (c.name, c.type) not in have and c.name not in optional]  # fmt: skip
     if records.table != table.name or lacking:
         raise RunFormatError(
             f"{path}: holds the table {records.table!r}, expected {table.name!r}"
@@ -239,42 +239,31 @@ class RunFiles:
 
 def node_notes(node: NodeFiles) -> list[str]:
     """What was damaged, and what happened to the whole machine while it recorded."""
-    gaps = [integer(line.get("gap_ns")) for line in node.of_type("suspend")]
-    return [
-        *node.notes,
-        *(
-            f"the machine was suspended for {duration_text(gap)}: rates are right, but Unix times"
-            " after it are too early by as much"
-            for gap in gaps
-        ),
-        *(_suspended_text(line) for line in node.of_type("job_suspended")),
-    ]
-
-
-def _suspended_text(line: Mapping[str, Any]) -> str:
-    gap = duration_text(integer(line.get("gap_ns")))
-    if line.get("seen") is True:
-        return f"the job was suspended for {gap}: its ranks were stopped by a signal"
-    return (
-        f"the launcher did not run for {gap}: the job was suspended (Ctrl-Z, SIGSTOP), or the node "
-        "had no time for it"
-    )
+    notes = list(node.notes)
+    for line in (*node.of_type("suspend"), *node.of_type("job_suspended")):
+        gap = duration_text(integer(line.get("gap_ns")))
+        notes.append(
+            f"the machine was suspended for {gap}: rates are right, but Unix times after it are "
+            "too early by as much" if line["type"] == "suspend" else
+            f"the job was suspended for {gap}: its ranks were stopped by a signal"
+            if line.get("seen") is True else
+            f"the launcher did not run for {gap}: the job was suspended (Ctrl-Z, SIGSTOP), or the "
+            "node had no time for it"
+        )  # fmt: skip
+    return notes
 
 
 def open_run(path: Path, *, hosts: Collection[str] | None = None) -> RunFiles:
     """Opens a run directory, or the newest run of a log directory; all, or these nodes' part."""
     paths = RunPaths(newest_run(path))
     manifest, notes = _manifest(paths)
-    folders = paths.rank_folders()
-    if hosts is not None:
-        folders = [folder for folder in folders if _host(folder[2]) in hosts]
-    ranks = tuple(_rank_files(*folder) for folder in folders)
+    ranks = tuple(_rank_files(*folder) for folder in paths.rank_folders()
+                  if hosts is None or _report(folder[2])[0].get("host") in hosts)  # fmt: skip
     nodes = []
     for name, own in paths.node_folders():
-        if hosts is not None and name not in hosts:
-            continue
-        lines, damaged = _events(own.events)
-        nodes.append(NodeFiles(host=text(name) or "", paths=own, lines=lines, notes=damaged))
+        if hosts is None or name in hosts:
+            lines, damaged = _events(own.events)
+            nodes.append(NodeFiles(host=text(name) or "", paths=own, lines=lines, notes=damaged))
     if manifest is None and not any(r.lines for r in ranks) and not any(n.lines for n in nodes):
         raise RunFormatError(f"{notes[0]}; and no rank or node of this run can be read")
     return RunFiles(
@@ -287,9 +276,8 @@ def open_run(path: Path, *, hosts: Collection[str] | None = None) -> RunFiles:
     )
 
 
-def _host(paths: RankPaths) -> object:
-    """The host that a rank says it is on."""
-    return _or_note(read_json, paths.report, dict[str, Any]())[0].get("host")
+def _report(paths: RankPaths) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    return _or_note(read_json, paths.report, dict[str, Any]())
 
 
 def _manifest(paths: RunPaths) -> tuple[Manifest | None, tuple[str, ...]]:
@@ -312,7 +300,7 @@ def open_rank(folder: Path) -> RankFiles:
 
 
 def _rank_files(rank: int, attempt: int, paths: RankPaths) -> RankFiles:
-    report, damaged = _or_note(read_json, paths.report, dict[str, Any]())
+    report, damaged = _report(paths)
     lines, notes = _events(paths.events)
     return RankFiles(rank=rank, attempt=attempt, paths=paths, report=report, lines=lines,
                      notes=damaged + notes)  # fmt: skip

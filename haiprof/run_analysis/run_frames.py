@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
@@ -85,6 +86,7 @@ from haiprof.run_analysis.step_positions import StepPositions
 from haiprof.run_analysis.windows import TraceWindow, all_windows, recorded_windows, window_frame
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
+from haiprof.trace_format.frame_columns import Type
 
 T = TypeVar("T")
 Key = tuple[int, int]
@@ -189,25 +191,20 @@ class RunFrames:
         """One row per rank and training step; columns in `haiprof.run_analysis.step_frame`.
 
         Of a long run those that are not folded: `blocks` has sums of the others, `slow_steps` those
-        of them that are kept whole.
-
-        Raises:
-            RunNotFoundError: There is no run.
-            RunFormatError: It is of another version, or nothing in it can be read.
+        of them that are kept whole. RunNotFoundError without a run; RunFormatError where it is of
+        another version, or nothing in it can be read.
         """
-        frames = [rows.steps for rows in self._rows.values()]
-        return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
+        return self._frame(STEP_SCHEMA, (rows.steps for rows in self._rows.values()), "step_ns")
 
     def slow_steps(self) -> pl.DataFrame:
         """Folded steps that are kept whole: the first of each rank, and slow ones; as `steps`."""
         folded = {key for key, rows in self._rows.items() if len(rows.blocks.count)}
-        frames = [slow_frame(rank) for rank in self._segments_of(folded)]
-        return self._within(pl.concat([pl.DataFrame(schema=STEP_SCHEMA), *frames]), "step_ns")
+        return self._frame(STEP_SCHEMA, map(slow_frame, self._segments_of(folded)), "step_ns")
 
     def blocks(self, attempts: Mapping[int, int]) -> dict[int, Blocks]:
         """Sums of the folded steps of these attempts, by rank; those that have any."""
         keys = [key for key in attempts.items() if key in self._rows]
-        found = {rank: self._blocks_within(self._rows[rank, attempt]) for rank, attempt in keys}
+        found = {key[0]: self._blocks_within(self._rows[key]) for key in keys}
         return {rank: blocks for rank, blocks in found.items() if len(blocks.count)}
 
     def _blocks_within(self, rows: RankRows) -> Blocks:
@@ -220,30 +217,23 @@ class RunFrames:
 
     def most_steps(self) -> int:
         """Steps of the rank that has most, in all its attempts; 0 without steps."""
-        counts: dict[int, int] = {}
+        counts = Counter[int]()
         for (rank, _), rows in self._rows.items():
             folded = int(self._blocks_within(rows).count.sum())
-            own = self._within(rows.steps, "step_ns").height
-            counts[rank] = counts.get(rank, 0) + own + folded
+            counts[rank] += self._within(rows.steps, "step_ns").height + folded
         return max(counts.values(), default=0)
 
     def phases(self, ranks: Collection[int] | None = None) -> pl.DataFrame:
-        """One row per span; columns in `haiprof.run_analysis.step_frame`.
-
-        Args:
-            ranks: Only of these; None takes all.
-        """
+        """One row per span of these ranks (None: of all); columns in `run_analysis.step_frame`."""
         if ranks is None and self._phases is not None:
             return self._phases
-        frames = [phase_frame(rank) for rank in self._segments_of(self._keys(ranks))]
-        found = self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
+        found = self._frame(PHASE_SCHEMA, map(phase_frame, self._segments_of(self._keys(ranks))))
         self._phases = found if ranks is None else self._phases
         return found
 
     def pauses(self) -> pl.DataFrame:
         """Collector pauses and checkpoint saves, in the columns of `phases()`."""
-        frames = [rows.pauses for rows in self._rows.values() if rows.pauses.height]
-        return self._within(pl.concat([pl.DataFrame(schema=PHASE_SCHEMA), *frames]))
+        return self._frame(PHASE_SCHEMA, (rows.pauses for rows in self._rows.values()))
 
     def settings(self) -> dict[int, RankSettings]:
         """What each rank was run with; see `haiprof.run_analysis.settings`."""
@@ -283,11 +273,7 @@ class RunFrames:
         return read_digest(self.files, windows, between=self.between)
 
     def bursts(self) -> pl.DataFrame:
-        """GPU metrics of `--burst`, in the columns of `counters()`; see `counter_sources`.
-
-        Raises:
-            RunFormatError: An export of Nsight Systems cannot be read; the message names it.
-        """
+        """GPU metrics of `--burst`, in the columns of `counters()`; see `counter_sources`."""
         return burst_frame(self.files)
 
     @_once
@@ -308,10 +294,7 @@ class RunFrames:
 
     @_once
     def nccl(self) -> NcclReport:
-        """What NCCL's Inspector and profiler plugin wrote; see `run_analysis.nccl_witness`.
-
-        Of the whole run: of a part of its time nothing is said.
-        """
+        """What NCCL's own files say of the whole run (of a part nothing); see `nccl_witness`."""
         return nccl_report(self.files if self.between is None else replace(self.files, ranks=()))
 
     def windows(self) -> pl.DataFrame:
@@ -319,13 +302,11 @@ class RunFrames:
         offsets = {key: rows.wall_offset_ns for key, rows in self._rows.items()}
         counts = {key: rows.step_count for key, rows in self._rows.items()}
         windows = all_windows(self.files, self._recorded_windows, counts)
-        frame = window_frame(windows, offsets)
-        return self._within(frame) if self.between is not None else frame
+        return self._within(window_frame(windows, offsets))
 
     def reactions(self) -> pl.DataFrame:
         """What haiprof did by itself: hangs, slower steps; columns in `run_analysis.reactions`."""
-        frame = reaction_frame(reactions(self.files))
-        between = self.between
+        frame, between = reaction_frame(reactions(self.files)), self.between
         return frame if between is None else frame.filter(frame["noticed_ns"].is_between(*between))
 
     @_once
@@ -351,9 +332,9 @@ class RunFrames:
 
     def run_record(self) -> RunRecord:
         """The run as a part of its job: its starts, and when nothing moved."""
-        counts: dict[int, int] = {}
+        counts = Counter[int]()
         for (rank, _), rows in self._rows.items():
-            counts[rank] = counts.get(rank, 0) + rows.step_count
+            counts[rank] += rows.step_count
         most = sorted(counts, key=lambda rank: (-counts[rank], rank))[:1]
         segments = list(self._segments_of(self._keys(most))) if most else []
         return run_record(self.files, segments, self._evidence.ends, self.deaths())
@@ -379,25 +360,25 @@ class RunFrames:
         first, last = self.between
         return samples.take((samples.time_ns >= first) & (samples.time_ns <= last))
 
+    def _rows_at(self, rank: int, attempt: int | None) -> RankRows:
+        return self._rows[rank, self._judged_attempts[rank] if attempt is None else attempt]
+
     def cells(self, rank: int, attempt: int | None = None) -> Cells:
         """What the columns of `position_times` stand for."""
-        rows = self._rows[rank, self._judged_attempts[rank] if attempt is None else attempt]
+        rows = self._rows_at(rank, attempt)
         whole = np.arange(rows.step_count - rows.steps.height, rows.step_count)
         step = np.append(rows.blocks.first_step, whole)
         count = np.append(rows.blocks.count, np.ones_like(whole))
         return Cells(step=step, count=count, column=np.arange(len(count)))
 
     def position_times(self, rank: int, attempt: int | None = None) -> tuple[Ints, Ints]:
-        """[position, cell] in ns of a rank's attempt: without collections, and in these.
-
-        Of the one that is judged, where none is named. A cell is a step, or a block of folded ones.
-        """
-        rows = self._rows[rank, self._judged_attempts[rank] if attempt is None else attempt]
+        """[position, cell (step, or block of steps)] in ns: without collections, and in these."""
+        rows = self._rows_at(rank, attempt)
         width = rows.steps.height + len(rows.blocks.count)
-        times = np.zeros((2 * len(POSITIONS), width), dtype=np.int64)
+        times = np.zeros((2, len(POSITIONS), width), dtype=np.int64)
         for place, own in rows.positions.items():
-            times[place] = own
-        return times[: len(POSITIONS)], times[len(POSITIONS) :]
+            times[divmod(place, len(POSITIONS))] = own
+        return times[0], times[1]
 
     def used_positions(self) -> list[int]:
         """Indices into POSITIONS of those that any rank was in."""
@@ -416,16 +397,10 @@ class RunFrames:
         return found, segments.wall_offset_ns, segments.busy
 
     def step_starts(self, ranks: Iterable[int]) -> dict[int, tuple[int, Ints]]:
-        """By rank: number of the first whole step of its judged attempt, and begin of each of them.
-
-        Unix times in ns.
-        """
-        found = {}
-        for rank in ranks:
-            rows = self._rows[rank, self._judged_attempts[rank]]
-            first = rows.step_count - rows.steps.height
-            found[rank] = first, rows.steps["start_ns"].to_numpy()
-        return found
+        """By rank: number of the first whole step that is judged, and Unix time of each begin."""
+        found = {rank: self._rows_at(rank, None) for rank in ranks}
+        return {rank: (rows.step_count - rows.steps.height, rows.steps["start_ns"].to_numpy())
+                for rank, rows in found.items()}  # fmt: skip
 
     def judged_files(self) -> dict[int, RankFiles]:
         """By rank: what it reported in the attempt that is judged."""
@@ -467,12 +442,7 @@ class RunFrames:
         ]
 
     def manifest(self) -> Manifest:
-        """What was run, with which options, and how it ended.
-
-        Raises:
-            RunNotFoundError: There is no run.
-            RunFormatError: run.json is damaged.
-        """
+        """What was run, with which options, and how it ended; RunFormatError where damaged."""
         return self.files.manifest or read_manifest(self.files.paths)
 
     @property
@@ -500,8 +470,7 @@ class RunFrames:
                 rank = _load(files)
                 read.append(_rows_of(rank, windows, between, shared))
                 if not isinstance(rank, str):
-                    left -= rank.record_count
-                    kept[key] = rank
+                    left, kept[key] = left - rank.record_count, rank
                 if left < 0:
                     kept.clear()
         return _Loaded(
@@ -532,12 +501,15 @@ class RunFrames:
             return
         for files in self.files.ranks:
             key = (files.rank, files.attempt)
-            if key not in keys:
-                continue
-            rows = self._rows.get(key)
+            rows = self._rows.get(key) if key in keys else None
             rank = _load(files, end=rows.record_end) if rows else ""
             if not isinstance(rank, str):
                 yield rank
+
+    def _frame(
+        self, schema: Mapping[str, Type], frames: Iterable[pl.DataFrame], length: str | None = None
+    ) -> pl.DataFrame:
+        return self._within(pl.concat([pl.DataFrame(schema=schema), *frames]), length)
 
     def _within(self, frame: pl.DataFrame, length: str | None = None) -> pl.DataFrame:
         """Rows that begin in the time asked for, and end in it where `length` names a column."""

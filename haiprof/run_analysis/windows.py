@@ -84,22 +84,23 @@ class TraceWindow:
 def recorded_windows(files: RunFiles) -> list[TraceWindow]:
     """What ranks and agents said of windows, also of those that were refused or failed."""
     # What ranks said of their windows in sidecars, by stem; finished ones first.
-    parts: dict[str, Mapping[str, Any]] = {}
-    for line in _node_lines(files, "trace_written"):
-        if isinstance(part := line.get("part"), dict):
-            parts[text(line.get("stem")) or ""] = part
+    written, dropped = (
+        [line for node in files.nodes for line in node.of_type(kind)]
+        for kind in ("trace_written", "trace_dropped")
+    )
+    parts: dict[str, Mapping[str, Any]] = {
+        text(line.get("stem")) or "": line["part"]
+        for line in written if isinstance(line.get("part"), dict)
+    }  # fmt: skip
     for waiting in complete_parts(files.paths):
         with contextlib.suppress(RunFormatError):  # damaged: the rank's own line is what there is
             parts.setdefault(waiting.stem.text, waiting.sidecar_content())
     said = {stem: facts for stem, facts in parts.items() if parse_stem(stem)}
-    found = [
-        _window(files, line, said, rank=rank.rank, attempt=rank.attempt)
-        for rank in files.ranks
-        for line in rank.of_type("trace_window")
-    ]
+    found = [_window(files, line, said, rank=rank.rank, attempt=rank.attempt)
+             for rank in files.ranks for line in rank.of_type("trace_window")]  # fmt: skip
     seen = {window.stem for window in found}
     silent = dict(said)
-    for line in _node_lines(files, "trace_dropped"):
+    for line in dropped:
         silent.setdefault(text(line.get("stem")) or "", {**line, "state": "failed"})
     for stem, line in silent.items():
         name = parse_stem(stem)
@@ -129,14 +130,11 @@ def window_frame(
     for each in windows:
         offset = wall_offsets_ns.get((each.rank, each.attempt))
         row = {name: getattr(each, name, None) for name in WINDOW_SCHEMA}
-        row |= {
-            "start_ns": _sum(each.start_mono_ns, offset),
-            "end_ns": _sum(each.end_mono_ns, offset),
-            "bytes": None if each.path is None else file_size(each.path),
-            "et_bytes": None if each.et_path is None else file_size(each.et_path),
-            "path": None if each.path is None else str(each.path),
-            "et_path": None if each.et_path is None else str(each.et_path),
-        }
+        row |= {"start_ns": _sum(each.start_mono_ns, offset),
+                "end_ns": _sum(each.end_mono_ns, offset)}  # fmt: skip
+        for path, size in (("path", "bytes"), ("et_path", "et_bytes")):
+            if (file := getattr(each, path)) is not None:
+                row |= {path: str(file), size: file_size(file)}
         rows.append(row)
     return pl.DataFrame(rows, schema=WINDOW_SCHEMA)
 
@@ -167,19 +165,10 @@ def traced_steps(rank: RankSegments, windows: Sequence[TraceWindow]) -> Bools:
     return traced
 
 
-def _node_lines(files: RunFiles, kind: str) -> Iterator[Mapping[str, Any]]:
-    for node in files.nodes:
-        yield from node.of_type(kind)
-
-
 def _window(
-    files: RunFiles,
-    line: Mapping[str, Any],
-    said: Mapping[str, Mapping[str, Any]],
-    *,
-    rank: int,
+    files: RunFiles, line: Mapping[str, Any], said: Mapping[str, Mapping[str, Any]], *, rank: int,
     attempt: int,
-) -> TraceWindow:
+) -> TraceWindow:  # fmt: skip
     """From a rank's line, and what its sidecar adds."""
     stem = text(line.get("stem"))
     facts = said.get(stem or "", {})

@@ -195,10 +195,3 @@ def test_compilations_count_once_where_they_overlap(tmp_path: Path) -> None:
     line = {"type": "compile", "spans": [[1_000, 500], [1_200, 100], [3_000, 100], ["x", 1], 7]}
     row = analyzer(tmp_path / "run", [line]).ranks().row(0, named=True)
     assert (row["compile_ns"], row["eval_compile_ns"]) == (600_000, 0)
-
-
-def test_compilations_of_an_older_recording_are_not_known(tmp_path: Path) -> None:
-    line = {"type": "compile", "time_ns": 5, "count": 1, "spent_ns": 9}
-    row = analyzer(tmp_path / "run", [line]).ranks().row(0, named=True)
-    assert (row["compile_ns"], row["eval_compile_ns"]) == (None, None)
-    assert any("the time of compilations is not known" in note for note in row["notes"])
