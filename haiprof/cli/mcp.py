@@ -203,10 +203,8 @@ def cannot_answer(why: str, do: str) -> str:
 
 def _refusal(stderr: str, status: int) -> str:
     """The error of a command and its hint."""
-    found = {
-        "error": f"the command ended with status {status}",
-        "hint": "the tool runs lists the recordings",
-    }
+    found = {"error": f"the command ended with status {status}",
+             "hint": "the tool runs lists the recordings"}  # fmt: skip
     for line in stderr.splitlines():
         kind, mark, text = line.removeprefix("haiprof: ").partition(": ")
         if mark and kind in found:
@@ -231,11 +229,11 @@ def token_count(text: str) -> int:
 
     Byte-pair encodings split words from digits and signs first, and digits in groups of three.
     """
-    count = 0
-    for piece in _PIECE.findall(text):
-        per_token = _LETTERS_PER_TOKEN if piece.isalpha() else _SIGNS_PER_TOKEN
-        count += 1 if piece.isdigit() else -(-len(piece) // per_token)
-    return count
+    return sum(
+        1 if piece.isdigit()
+        else -(-len(piece) // (_LETTERS_PER_TOKEN if piece.isalpha() else _SIGNS_PER_TOKEN))
+        for piece in _PIECE.findall(text)
+    )  # fmt: skip
 
 
 def _shorten(value: Any, length: int, name: str, left_out: dict[str, int]) -> Any:  # noqa: ANN401
@@ -254,20 +252,15 @@ def _shorten(value: Any, length: int, name: str, left_out: dict[str, int]) -> An
             _shorten(inner, len(inner) if isinstance(inner, list) else length, name, left_out)
             for inner in value[:length]
         ]
-        return _as_table(rows) if len(rows) > 2 else rows
+        if len(rows) > 2 and all(isinstance(row, dict) for row in rows):  # names once, not in each
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            return {"columns": columns, "rows": [[row.get(n) for n in columns] for row in rows]}
+        return rows
     if isinstance(value, str) and len(value) > _TEXT_LENGTH:
         return f"{value[:_TEXT_LENGTH]}..."
     if isinstance(value, float):
         return round(value) if abs(value) >= 10_000 else float(f"{value:.4g}")
     return value
-
-
-def _as_table(rows: list[Any]) -> Any:  # noqa: ANN401
-    """Rows of the same fields as one list of columns and rows: names once, not in each row."""
-    if not all(isinstance(row, dict) for row in rows):
-        return rows
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return {"columns": columns, "rows": [[row.get(name) for name in columns] for row in rows]}
 
 
 def in_ms(value: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -282,8 +275,8 @@ def in_ms(value: Any) -> Any:  # noqa: ANN401 - any JSON value
         if key.endswith("_ns") and all(
             isinstance(one, (int, float)) and abs(one) < _LONGEST_NS for one in several
         ):
-            inner = ({name: one and one / 1e6 for name, one in inner.items()}
-                     if isinstance(inner, Mapping) else inner / 1e6)  # fmt: skip
+            whole = isinstance(inner, Mapping)
+            inner = {n: one and one / 1e6 for n, one in inner.items()} if whole else inner / 1e6
             key = f"{key[:-3]}_ms"
         found[key] = in_ms(inner)
     return found

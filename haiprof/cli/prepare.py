@@ -135,7 +135,10 @@ def try_loader(
 
     if log_dir is not None and is_address(log_dir):
         raise UsageError(f"--log-dir {mask_text(log_dir)}: expected a folder of this machine")
-    counts = None if workers is None else _parse_counts(workers)
+    parts = [part.strip() for part in (workers or "0").split(",")]
+    if not all(part.isdecimal() and len(part) < 4 for part in parts):
+        raise UsageError(f"--workers {workers}: expected numbers with commas between: 0,2,8")
+    counts = None if workers is None else list(dict.fromkeys(map(int, parts)))
     trials = try_loaders(
         words, counts=counts, steps=steps, time_s=seconds, start=own_command,
         progress=print_message, kept=None if log_dir is None else Path(log_dir),
@@ -144,13 +147,6 @@ def try_loader(
         lambda _: loader_trials_view(trials),
         {"command": words, "headline": trials_headline(trials), "trials": trials},
     )
-
-
-def _parse_counts(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 4 for part in parts):
-        raise UsageError(f"--workers {text}: expected numbers with commas between: 0,2,8")
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def doctor(
@@ -185,14 +181,10 @@ def doctor(
     tools = find_tools(known={"nsys": nsys} if isinstance(nsys, str) else {})
     permissions, node = find_permissions(), software()
     output = Output(json=as_json)
+    rows = [counter_row(state) for state in counters]
     output.show(
         lambda _: doctor_view(counters, tools, permissions, node=node, every_row=every_row),
-        {
-            "counters": [counter_row(state) for state in counters],
-            "tools": tools,
-            "permissions": permissions,
-            "node": node,
-        },
+        {"counters": rows, "tools": tools, "permissions": permissions, "node": node},
     )
     output.hint("next: haiprof train.py" if every_row else "next: haiprof doctor --all")
 
@@ -249,7 +241,7 @@ def node(
 
     folder = directory or recording_folder(os.environ).with_name("node")
     if show:
-        _show_nodes(folder, _span_s(last), Output(json=as_json))
+        _show_nodes(folder, last, Output(json=as_json))
         return
     from haiprof.base.options import Options, parse_value
     from haiprof.base.stop_signal import stop_event
@@ -267,20 +259,17 @@ def node(
             ) from None
 
 
-def _span_s(text: str) -> float:
-    number, unit = text[:-1], _SECONDS.get(text[-1:])
-    if unit is None or not number.isdecimal() or int(number) == 0:
-        raise UsageError(f"--last {text}: expected such as 10m, 24h, 7d, 26w")
-    return float(int(number) * unit)
-
-
-def _show_nodes(folder: Path, span_s: float, output: Output) -> None:
+def _show_nodes(folder: Path, last: str, output: Output) -> None:
     from rich.console import Group
 
     from haiprof.run_analysis.node_history import read_node
     from haiprof.run_format.layout import RunPaths
     from haiprof.show.views.node import node_view, step_ns
 
+    number, unit = last[:-1], _SECONDS.get(last[-1:])
+    if unit is None or not number.isdecimal() or int(number) == 0:
+        raise UsageError(f"--last {last}: expected such as 10m, 24h, 7d, 26w")
+    span_s = float(int(number) * unit)
     nodes = [paths for _, paths in RunPaths(folder).node_folders()]
     if not nodes:
         raise RunNotFoundError(f"{folder}: no node was recorded here", hint="haiprof node DIR")

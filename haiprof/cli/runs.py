@@ -6,11 +6,15 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.cli import shared
 from haiprof.cli.command_line import argument, option
 from haiprof.cli.output import Output
+
+if TYPE_CHECKING:
+    from haiprof.run_analysis.run_frames import RunFrames
 
 
 def overview(
@@ -36,12 +40,16 @@ def overview(
     output = Output(json=as_json)
     summary = overview_summary(analyzer)
     if html is not None:
-        from haiprof.show.figures.style import write_text
-        from haiprof.show.page.render import page_part
-
-        output.hint(f"wrote {write_text(html, page_part(analyzer))}")
+        _write_part(html, analyzer, output)
     output.show(lambda width: overview_view(summary, width=width), summary.as_json())
     output.hint(f"next: haiprof verdict rank {shlex.quote(str(summary.run.path))} 0")
+
+
+def _write_part(html: Path, analyzer: RunFrames, output: Output, **part: Any) -> None:  # noqa: ANN401
+    from haiprof.show.figures.style import write_text
+    from haiprof.show.page.render import page_part
+
+    output.hint(f"wrote {write_text(html, page_part(analyzer, **part))}")
 
 
 def rank(
@@ -71,10 +79,7 @@ def rank(
     output = Output(json=as_json)
     summary = one_rank_summary(analyzer, chosen)
     if html is not None:
-        from haiprof.show.figures.style import write_text
-        from haiprof.show.page.render import page_part
-
-        output.hint(f"wrote {write_text(html, page_part(analyzer, rank=chosen))}")
+        _write_part(html, analyzer, output, rank=chosen)
     output.show(lambda _: rank_view(summary), asdict(summary))
     output.hint(f"next: haiprof verdict {shlex.quote(str(summary.run.path))}")
 
@@ -140,6 +145,7 @@ def lines(
       haiprof verdict lines --speedscope stacks.json      for speedscope
       haiprof verdict lines --json | jq '.lines[0]'
     """
+    from haiprof.base.output_file import output_file
     from haiprof.live.external_sampling import read_samples
     from haiprof.run_analysis import flame_graph as stack_export
     from haiprof.show.flame import LINE_PARTS, sampled_lines
@@ -156,13 +162,13 @@ def lines(
         known = f"its ranks: {', '.join(map(str, ranks))}"
         raise MissingDataError(f"the run has no rank {rank}", hint=known)
     samples, found, notes = sampled_lines(analyzer, rank, phase)
-    output = Output(json=as_json)
-    if speedscope is not None:
-        _write(speedscope, stack_export.speedscope(samples, name=analyzer.run.root.name), force)
-        output.hint(f"wrote {speedscope}")
-    if collapsed is not None:
-        _write(collapsed, stack_export.collapsed_lines(samples), force)
-        output.hint(f"wrote {collapsed}")
+    output, run_name = Output(json=as_json), analyzer.run.root.name
+    for path, packed in ((speedscope, lambda: stack_export.speedscope(samples, name=run_name)),
+                         (collapsed, lambda: stack_export.collapsed_lines(samples))):  # fmt: skip
+        if path is not None:
+            with output_file(path, force=force) as file:
+                file.write(packed())
+            output.hint(f"wrote {path}")
     if html is not None:
         from haiprof.show.page.render import write_lines_page  # 0.3 s
 
@@ -176,13 +182,6 @@ def lines(
         output.show(lambda _: sampled_run_view(seen, header, analyzer), data)
     else:
         output.show(lambda _: lines_view(found, notes), data)
-
-
-def _write(path: Path, content: bytes, force: bool) -> None:
-    from haiprof.base.output_file import output_file
-
-    with output_file(path, force=force) as file:
-        file.write(content)
 
 
 def goodput(

@@ -356,15 +356,15 @@ def parse_ranks(text: str | None) -> frozenset[int] | None:
     """`0,3-5` as ranks; None for all; raises UsageError for anything else."""
     if text is None:
         return None
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
+    found, hint = set[int](), "--ranks 0,3-5"
+    for part in map(str.strip, text.split(",")):
+        first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(f"--ranks {text}: expected numbers and ranges", hint="--ranks 0,3-5")
-        low, high = int(first), int(last) if dash else int(first)
-        if low > high or high >= _RANK_LIMIT:
-            raise UsageError(f"--ranks {text}: no rank in {part.strip()}", hint="--ranks 0,3-5")
-        found |= set(range(low, high + 1))
+            raise UsageError(f"--ranks {text}: expected numbers and ranges", hint=hint)
+        ranks = range(int(first), int(last if dash else first) + 1)
+        if not ranks or ranks[-1] >= _RANK_LIMIT:
+            raise UsageError(f"--ranks {text}: no rank in {part}", hint=hint)
+        found.update(ranks)
     return frozenset(found)
 
 

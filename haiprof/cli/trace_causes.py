@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 
 def trace_check(
-    traces: Path = shared.TRACES,
-    window: int | None = shared.WINDOW,
-    as_json: bool = shared.AS_JSON,
+    traces: Path = shared.TRACES, window: int | None = shared.WINDOW, as_json: bool = shared.AS_JSON
 ) -> None:
     """Show what is wrong with the recording of traces, and what becomes of the answers.
 
@@ -212,12 +210,7 @@ def parse_change(text: str) -> Change:
 
 
 def _parse_one(text: str) -> Change:
-    from haiprof.trace_analysis.what_if.replay import (
-        RANK,
-        Change,
-        faster_loader,
-        rank_as_others,
-    )
+    from haiprof.trace_analysis.what_if.replay import RANK, Change, faster_loader, rank_as_others
 
     found = re.fullmatch(r"(\w+)(?:=(.+?))?(?::([0-9.]+(?:e[0-9]+)?)x)?", text, re.DOTALL)
     if found is None:

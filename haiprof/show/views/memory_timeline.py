@@ -18,11 +18,7 @@ from haiprof.show.terminal import Sparkline
 from haiprof.show.views.blocks import bullets, missing_block, section
 from haiprof.trace_analysis.memory_timeline import CATEGORIES
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
-from haiprof.trace_format.memory_snapshot import (
-    memory_history,
-    read_memory_snapshot,
-    sum_by_line,
-)
+from haiprof.trace_format.memory_snapshot import memory_history, read_memory_snapshot, sum_by_line
 
 _COLUMNS = heads(name="category", at_peak_bytes="at the peak", share_ratio="share",
                  max_bytes="its own most", end_bytes="at the end")  # fmt: skip
