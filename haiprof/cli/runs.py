@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,11 +164,13 @@ def lines(
         raise MissingDataError(f"the run has no rank {rank}", hint=known)
     samples, found, notes = sampled_lines(analyzer, rank, phase)
     output, run_name = Output(json=as_json), analyzer.run.root.name
-    for path, packed in ((speedscope, lambda: stack_export.speedscope(samples, name=run_name)),
-                         (collapsed, lambda: stack_export.collapsed_lines(samples))):  # fmt: skip
+    for path, export in (
+        (speedscope, partial(stack_export.speedscope, name=run_name)),
+        (collapsed, stack_export.collapsed_lines),
+    ):
         if path is not None:
             with output_file(path, force=force) as file:
-                file.write(packed())
+                file.write(export(samples))
             output.hint(f"wrote {path}")
     if html is not None:
         from haiprof.show.page.render import write_lines_page  # 0.3 s

@@ -364,9 +364,9 @@ class _Case:
 
     def _signal(self) -> Death | None:
         """Somebody ended the job: the launcher knows who, and nothing had failed before."""
-        own = [e for e in self._causes() if e.error is not NO_ERROR or e.signal not in ENDING]
-        causes = [e.failed_ns for e in own if kind_of(e) != "interrupted"]
-        failed = [*causes, *(e.failed_ns for r, e in self.ends.items() if r in self.victims)]
+        failed = [e.failed_ns for e in self._causes() if kind_of(e) != "interrupted"
+                  and (e.error is not NO_ERROR or e.signal not in ENDING)]  # fmt: skip
+        failed += [self.ends[rank].failed_ns for rank in self.victims]
         first = min((time for time in failed if time is not None), default=None)
         manifest = self.evidence.files.manifest
         signals = [s for s in self.evidence.signals if s.signal in ENDING]
@@ -377,13 +377,12 @@ class _Case:
         died_of = {end.signal for end in self.ends.values()}
         matching = [s for s in early if died_of == {s.signal}]
         came = next(iter(matching or early), None)
-        if came is None or (last and came.wall_ns > last + NS_PER_S):
-            return None
-        if last - came.wall_ns > 10 * 60 * NS_PER_S:  # the job took it as something else: it ran on
-            return None
-        if manifest is not None and manifest.exit_status == 0:
+        if came is None or (manifest is not None and manifest.exit_status == 0):
             return None
         name, at_ns = signal_name(came.signal), came.wall_ns
+        # Much later the job ran on: it took it as something else.
+        if last and not -NS_PER_S <= last - at_ns <= 10 * 60 * NS_PER_S:
+            return None
         for by in self.evidence.ends:
             if (by.pid, by.host) == (came.from_pid, came.host):
                 who = f"rank {by.rank}" if by.rank is not None else f"process {by.pid}"
@@ -535,11 +534,11 @@ class _Case:
         ranks = tuple(sorted({*absent, *late}))
         if not ranks or len(ranks) == self.evidence.world:
             return None
+        why = "never came to the others: no training step of it was seen"
         if absent:
-            verb = "was" if len(absent) == 1 else "were"
-            what = f"{ranks_text(absent)} {verb} never seen: not launched, or not under haiprof"
-        else:
-            what = f"{ranks_text(late)} never came to the others: no training step of it was seen"
+            why = "was" if len(absent) == 1 else "were"
+            why += " never seen: not launched, or not under haiprof"
+        what = f"{ranks_text(absent or late)} {why}"
         return self._death("never_started", ranks, what, died_ns=self._first_ns(),
                            certain=False)  # fmt: skip
 
@@ -554,15 +553,13 @@ class _Case:
                             and (end.closed_ns or end.wall_ns or 0) < until))  # fmt: skip
         if not left:
             return None
-        end = self.ends[left[0]]
-        step = self._step(left[0])
-        after = f" after step {step}" if step is not None else ""
-        them = "it" if len(left) == 1 else "them"
-        way = "" if end.closed else " (os._exit: without Python's own exit)"
-        way += f" (sys.exit at {frame_text(end.left_at)})" if end.left_at is not None else ""
-        what = f"{ranks_text(left)} ended early{after}, with exit status 0{way}, "
-        what += f"while others waited for {them}"
+        end, step = self.ends[left[0]], self._step(left[0])
         line = None if end.left_at is None else frame_text(end.left_at)
+        after = f" after step {step}" if step is not None else ""
+        way = "" if end.closed else " (os._exit: without Python's own exit)"
+        way += f" (sys.exit at {line})" if line else ""
+        what = f"{ranks_text(left)} ended early{after}, with exit status 0{way}, "
+        what += f"while others waited for {'it' if len(left) == 1 else 'them'}"
         return self._death("early_exit", left, what, end=end, line=line)
 
     def _hang_before(self, time_ns: int | None, *, named: bool = True) -> Reaction | None:
@@ -570,8 +567,8 @@ class _Case:
         hangs = [each for each in self.evidence.hangs if bool(each.suspects) is named
                  and (time_ns is None or each.wall_ns <= time_ns)]  # fmt: skip
         started = min((e.started_ns or 0 for e in self.ends.values()), default=0)
-        lasts = hangs and hangs[-1].wall_ns >= started and not self._has_resumed(hangs[-1])
-        return hangs[-1] if lasts else None
+        last = next((hang for hang in hangs[-1:] if hang.wall_ns >= started), None)
+        return None if last is None or self._has_resumed(last) else last
 
     def _asked_before(self, time_ns: int) -> Reaction | None:
         """The last snapshot that somebody took of a job that stood still until that time."""
@@ -786,13 +783,11 @@ class _Case:
         own = self._own_files(ranks[0]) if ranks else None
         if own is None or (seen := last_seen(own, worker)) is None:
             return None
-        end = self.ends[ranks[0]].failed_ns or died
-        before = (end - seen.wall_ns) if end else 0
-        text = f"{seen.line}, {duration_text(before)} before its end" if before > 0 else seen.line
-        stood_ns = seen.wall_ns - seen.since_ns
-        if stood_ns < _STOOD_NS:
-            return text
-        return f"{text}, as in every sample of the {duration_text(stood_ns)} before"
+        end = self.ends[ranks[0]].failed_ns or died or seen.wall_ns
+        before_ns, stood_ns = end - seen.wall_ns, seen.wall_ns - seen.since_ns
+        before = f", {duration_text(before_ns)} before its end" if before_ns > 0 else ""
+        stood = f", as in every sample of the {duration_text(stood_ns)} before"
+        return f"{seen.line}{before}{stood if stood_ns >= _STOOD_NS else ''}"
 
     def _own_files(self, rank: int) -> RankFiles | None:
         """The files that a rank wrote in this start."""
@@ -889,12 +884,10 @@ def last_write_ns(files: RunFiles, host: str) -> int:
 
 def ended_on_nan(cause: str, said: Sequence[str | None], fates: Sequence[Fate]) -> bool:
     """By what it said, by the line that ended it, or before sys.exit by the last lines printed."""
-    if cause not in ("exit", "exception"):
-        return False
-    if cause == "exit":
-        last = [line for fate in fates if fate.role == "cause" for line in fate.printed]
-        said = [*said, *(line for line in last if "loss" in line.lower())]
-    return any(NO_NUMBER.search(text or "") for text in said)
+    last = [line for fate in fates if fate.role == "cause" for line in fate.printed
+            if cause == "exit" and "loss" in line.lower()]  # fmt: skip
+    ends_itself = cause in ("exit", "exception")
+    return ends_itself and any(NO_NUMBER.search(text or "") for text in (*said, *last))
 
 
 def _has_aborted(end: ProcessEnd) -> bool:
@@ -912,17 +905,17 @@ def _victims_text(fates: Sequence[Fate], died: int | None) -> str:
     """`ranks 0, 2 waited in all_reduce 241 and were ended 25 s later by gloo's timeout`."""
     parts = []
     for role in ("victim", "stopped"):
-        whats = list(dict.fromkeys(f.what for f in fates if f.role == role))
-        for what in whats[:2]:
+        for what in list(dict.fromkeys(f.what for f in fates if f.role == role))[:2]:
             own = [f for f in fates if f.role == role and f.what == what]
-            were = "was" if len(own) == 1 else "were"
             waited_in = {f.waited_in for f in own if f.waited_in}
-            text = ranks_text([f.rank for f in own])
-            if len(waited_in) == 1:
-                text += f" waited in {waited_in.pop()} and"
-            times = [f.ended_ns - died for f in own if f.ended_ns is not None and died]
-            later = f" {later_text(max(times))}" if times and max(times) > 0 else ""
-            parts.append(f"{text} {were} ended{later} {what.removeprefix('ended ')}")
+            waited = f" waited in {waited_in.pop()} and" if len(waited_in) == 1 else ""
+            last = max(
+                (f.ended_ns - died for f in own if f.ended_ns is not None and died), default=0
+            )
+            later = f" {later_text(last)}" if last > 0 else ""
+            were = f"{'was' if len(own) == 1 else 'were'} ended{later}"
+            who = ranks_text([f.rank for f in own])
+            parts.append(f"{who}{waited} {were} {what.removeprefix('ended ')}")
     return "; ".join(parts)
 
 
@@ -941,8 +934,9 @@ def _outer_cause(came: Arrived, files: RunFiles) -> tuple[str, str]:
         return SLURM_STATES[state]
     if state == "CANCELLED" or by_slurm:
         other = "" if state else ", scontrol requeue"
-        early = "" if left is None else " before its time limit"
-        late = ", or its time limit" if left is None else ""
+        early, late = (
+            ("", ", or its time limit") if left is None else (" before its time limit", "")
+        )
         return "cancelled", f"Slurm ended it{early}: scancel{other}, its site's rules{late}"
     if came.signal == signal.SIGINT:
         return "interrupted", "the job was interrupted"
@@ -951,15 +945,12 @@ def _outer_cause(came: Arrived, files: RunFiles) -> tuple[str, str]:
 
 def _was_requeued(files: RunFiles) -> bool:
     """Whether a later start of the same Slurm job is in the same log directory."""
-    own = files.manifest
-    job = own.environment.get("slurm_job") if own is not None else None
-    if own is None or not job:
-        return False
-    for folder in run_folders(files.paths.root.parent):
+    own = files.manifest.environment if files.manifest is not None else {}
+    for folder in run_folders(files.paths.root.parent) if own.get("slurm_job") else ():
         with contextlib.suppress(HaiprofError):
             other = read_manifest(RunPaths(folder)).environment
-            restarts = [int(each.get("slurm_restart") or 0) for each in (own.environment, other)]
-            if other.get("slurm_job") == job and restarts[1] > restarts[0]:
+            first, later = (int(each.get("slurm_restart") or 0) for each in (own, other))
+            if other.get("slurm_job") == own["slurm_job"] and later > first:
                 return True
     return False
 

@@ -253,8 +253,8 @@ def _find_beginning(rank: RankSegments, place: int) -> tuple[int, int] | str:
     if len(spans.kind) != records.count:
         return "its spans are damaged"
     since = int(steps.start_ns[max(place - CONTEXT_STEPS, 0)])
-    later = np.flatnonzero(spans.start_ns >= since)
-    begin = int(later[0]) if len(later) else 0
+    later = spans.start_ns >= since
+    begin = int(later.argmax()) if len(later) else 0  # without one the first
     found = segment(take_rows(spans, slice(begin, None)), families=rank.files.families())
     at = int(np.searchsorted(found.steps.start_ns, steps.start_ns[place]))
     for name in ("start_ns", "end_ns", "step_ns", "host_ns"):
@@ -264,7 +264,7 @@ def _find_beginning(rank: RankSegments, place: int) -> tuple[int, int] | str:
     device = 0
     if os.path.lexists(paths.device):
         later = record_columns(read_device_table(paths.device))["end_ns"] >= since
-        device = int(later.argmax()) if len(later) else 0  # without one the first
+        device = int(later.argmax()) if len(later) else 0
     return first + begin, device
 
 
@@ -356,8 +356,8 @@ def _stretches(rank: RankSegments, positions: StepPositions, place: int) -> Colu
         (SAVED, events.take(events.kind == schema.SAVE).times, until),
         (MET, rank.found.nested.spans.take(met).times, first),
     ):
-        own = some.starts < before
-        rows.append((some.starts[own], some.ends[own], np.full(own.sum(), kind)))
+        chosen = some.starts < before
+        rows.append((some.starts[chosen], some.ends[chosen], np.full(chosen.sum(), kind)))
     start, stop, kinds = (np.concatenate(side) for side in zip(*rows, strict=True))
     order = np.argsort(start, kind="stable")
     step = np.searchsorted(begun, start, "right") - 1

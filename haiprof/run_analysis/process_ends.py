@@ -8,7 +8,7 @@ import os
 import re
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -838,15 +838,13 @@ class LastSeen(NamedTuple):
 
 def last_seen(rank: RankFiles, worker_pid: int | None = None) -> LastSeen | None:
     """The last sample of the training thread, or of a worker; None where it was never sampled."""
-    offset_ns, grown, own = rank.clock_offset_ns, StackTree(), []
-    of_workers, pid = worker_pid is not None, worker_pid or rank.report.get("pid")
-    for path in rank.paths.worker_stack_files().values() if of_workers else (rank.paths.stacks,):
-        with contextlib.suppress(RunFormatError):
-            processes, _ = read_stack_file(path, grown)
-            own += [p for p in processes if (p.worker is not None) is of_workers and p.pid == pid]
+    offset_ns, of_workers = rank.clock_offset_ns, worker_pid is not None
+    paths = rank.paths.worker_stack_files().values() if of_workers else (rank.paths.stacks,)
+    own = [(p, tree) for p, tree in _sampled(paths) if (p.worker is not None) is of_workers
+           and p.pid == (worker_pid or rank.report.get("pid"))]  # fmt: skip
     if not own or offset_ns is None:
         return None
-    samples = ((own_frame(each[1]), *each) for each in _last_samples(own[-1], grown))
+    samples = ((own_frame(each[1]), *each) for each in _last_samples(*own[-1]))
     last = next((each for each in islice(samples, _BACK) if each[0] is not None), None)
     if last is None or (frame := last[0]) is None:
         return None
@@ -855,6 +853,14 @@ def last_seen(rank: RankFiles, worker_pid: int | None = None) -> LastSeen | None
     since_ns = min((at_ns for _, at_ns, _, _ in alike), default=time_ns)
     is_at_lock = frame == frames[-1] and wait == WAITS.index("lock")
     return LastSeen(frame_text(frame), time_ns + offset_ns, since_ns + offset_ns, is_at_lock)
+
+
+def _sampled(paths: Iterable[Path]) -> Iterator[tuple[SampledProcess, StackTree]]:
+    """The processes of files that can be read, and the stacks of each file."""
+    for path in paths:
+        grown = StackTree()
+        with contextlib.suppress(RunFormatError):
+            yield from ((process, grown) for process in read_stack_file(path, grown)[0])
 
 
 def _last_samples(process: SampledProcess, grown: StackTree) -> Iterator[tuple[int, Stack, int]]:
@@ -872,13 +878,8 @@ def workers_last_at(rank: RankPaths) -> dict[int, Stack]:
     """By process of a DataLoader worker: its stack at its last sample that knows one."""
     found = {}
     for path in rank.worker_stack_files().values():
-        grown = StackTree()
-        try:
-            processes, _ = read_stack_file(path, grown)
-        except RunFormatError:
-            continue
-        for process in processes[-1:]:
-            last = (stack for _, stack, _ in islice(_last_samples(process, grown), _BACK) if stack)
+        for process, tree in list(_sampled([path]))[-1:]:
+            last = (stack for _, stack, _ in islice(_last_samples(process, tree), _BACK) if stack)
             found[process.pid] = next(last, ())
     return found
 

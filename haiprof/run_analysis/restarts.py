@@ -404,12 +404,12 @@ def run_record(
         starts[-1] = replace(starts[-1], ended_well=True)
     start_ns, end_ns = (manifest.start_wall_ns, manifest.end_wall_ns) if manifest else (0, None)
     start_ns = start_ns or min((s.process_ns for s in starts if s.process_ns), default=0)
-    signs = [start.times and start.times.end_ns for start in starts]
-    signs += [start.ended_ns for start in starts] + [end.wall_ns for end in ends]
+    signs = [start_ns, *(start.times.end_ns for start in starts if start.times is not None)]
+    signs += filter(None, [*(s.ended_ns for s in starts), *(end.wall_ns for end in ends)])
     return RunRecord(
         name=files.paths.root.name,
         start_ns=start_ns,
-        end_ns=max(start_ns, *filter(None, signs), 0) if end_ns is None else end_ns,
+        end_ns=max(signs) if end_ns is None else end_ns,
         has_ended=end_ns is not None,
         starts=tuple(starts),
         hangs=tuple((seen.since_wall_ns, seen.wall_ns) for seen in reactions(files)

@@ -193,11 +193,9 @@ def event_stats(phases: pl.DataFrame) -> tuple[EventStat, ...]:
 def _last_attempt(ranks: pl.DataFrame, rank: int) -> dict[str, Any]:
     rows = ranks.filter(pl.col("rank") == rank).sort("attempt")
     if rows.is_empty():
-        known = ", ".join(str(r) for r in sorted(ranks["rank"].unique()))
-        raise MissingDataError(
-            f"the run has no rank {rank}",
-            hint=f"its ranks: {known}" if known else "no process of the job has reported in (yet)",
-        )
+        known = ", ".join(map(str, sorted(ranks["rank"].unique())))
+        hint = f"its ranks: {known}" if known else "no process of the job has reported in (yet)"
+        raise MissingDataError(f"the run has no rank {rank}", hint=hint)
     return rows.row(-1, named=True)
 
 

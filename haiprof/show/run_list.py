@@ -30,7 +30,7 @@ from haiprof.run_format.manifest import (
 )
 from haiprof.run_format.reader import read_json
 from haiprof.show.run_header import DAMAGED, ENDED, KILLED, RUNNING, manifest_or_none, run_header
-from haiprof.show.text import moment_text
+from haiprof.show.text import count_text, moment_text
 from haiprof.show.views.blocks import FittingTable
 from haiprof.show.views.deaths import WORDS
 
@@ -132,27 +132,27 @@ def list_view(log_dir: Path, runs: Sequence[RunEntry]) -> RenderableType:
     return RunTable(log_dir, runs)
 
 
+@dataclass(frozen=True, slots=True)
 class RunTable:
     """The table of runs: as many columns as fit beside their names."""
 
-    def __init__(self, log_dir: Path, runs: Sequence[RunEntry]) -> None:
-        self._log_dir = log_dir
-        self._runs = runs
+    log_dir: Path
+    runs: Sequence[RunEntry]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Its folder, the runs, and what is not known of them."""
         # Where a program reads it, or a file takes it, no name is cut.
         options = options if options.is_terminal else options.update(width=1 << 16)
-        cells = {title: [cell(run) for run in self._runs] for title, cell, _ in _COLUMNS}
+        cells = {title: [cell(run) for run in self.runs] for title, cell, _ in _COLUMNS}
         known = {title: own for title, own in cells.items() if set(own) - {"", MISSING}}
-        names = [Path(run.path).name for run in self._runs]
+        names = [Path(run.path).name for run in self.runs]
         left = [title for title, _, is_left in _COLUMNS if is_left]
         rows = list(zip(*known.values(), names, strict=True))
-        said = [f"{run.name}: {run.problem}" for run in self._runs if run.problem]
-        if uncounted := sum(not run.is_counted for run in self._runs):
-            runs = "run" if uncounted == 1 else "runs"
-            said.append(f"steps of {uncounted} {runs} not counted yet: haiprof ls --all")
-        folder = Text(str(self._log_dir), style="bold", no_wrap=True, overflow="ellipsis")
+        said = [f"{run.name}: {run.problem}" for run in self.runs if run.problem]
+        if uncounted := sum(not run.is_counted for run in self.runs):
+            runs = count_text(uncounted, "run")
+            said.append(f"steps of {runs} not counted yet: haiprof ls --all")
+        folder = Text(str(self.log_dir), style="bold", no_wrap=True, overflow="ellipsis")
         table = FittingTable((*known, "run"), rows, left=(*left, "run"), first_to_go=_FIRST_TO_GO)
         notes = [Text(line, style="dim", no_wrap=True, overflow="ignore") for line in said]
         yield from console.render(Group(folder, table, *notes), options)
@@ -167,7 +167,15 @@ _COLUMNS: tuple[tuple[str, Callable[[RunEntry], str], bool], ...] = (
     ("each", lambda run: duration_text(run.step_ns), False),
     ("state", lambda run: run.state, True),
     ("exit", lambda run: run.signal or _number(run.exit_status), False),
-    ("why", lambda run: _why_text(run), True),
+    (
+        "why",
+        lambda run: (
+            run.died_of or run.slowed_by or ""
+            if run.died_rank is None
+            else f"rank {run.died_rank}: {run.died_of}"
+        ),
+        True,
+    ),
 )
 """Title, what it shows of a run, and whether it begins at the left."""
 _FIRST_TO_GO = ("lasted", "each", "exit", "ranks", "why", "user", "steps")
@@ -233,14 +241,14 @@ def _saved_verdict(run: RunPaths, end_wall_ns: int | None) -> dict[str, Any] | N
     if content.get("end_wall_ns") != end_wall_ns or not end_wall_ns or type(steps) is not int:
         return None
     death, step_ns = content.get("death"), content.get("step_ns")
-    step_ns = step_ns if _is_time(step_ns) else None
+    found = {"step_count": steps, "step_ns": step_ns if _is_time(step_ns) else None}
     if death is None:
-        found = {"died_of": None, "died_rank": None, "slowed_by": _first_problem(content)}
-        return {"step_count": steps, "step_ns": step_ns, **found}
+        slowed_by = _first_problem(content)
+        return {**found, "died_of": None, "died_rank": None, "slowed_by": slowed_by}
     cause, ranks = (death.get("cause"), death.get("ranks")) if isinstance(death, dict) else (0, 0)
     if not isinstance(cause, str) or cause not in WORDS or not isinstance(ranks, list):
         return None
-    return {"step_count": steps, "step_ns": step_ns, **_death_words(cause, ranks)}
+    return {**found, **_death_words(cause, ranks)}
 
 
 def _first_problem(content: Mapping[str, Any]) -> str | None:
@@ -279,9 +287,3 @@ def _with_steps(run: RunPaths, entry: RunEntry) -> RunEntry:
 
 def _number(number: int | None) -> str:
     return MISSING if number is None else str(number)
-
-
-def _why_text(run: RunEntry) -> str:
-    if run.died_of is None:
-        return run.slowed_by or ""
-    return run.died_of if run.died_rank is None else f"rank {run.died_rank}: {run.died_of}"

@@ -115,12 +115,8 @@ def _apart(starts_ns: Sequence[int], drawn_ns: int | None) -> list[int]:
 def _samples(counters: pl.DataFrame) -> Iterator[tuple[tuple[int, str], pl.DataFrame]]:
     """Counters that become scalars, by rank and scalar, in shown units."""
     for (source, metric), (scalar, scale) in COUNTER_SCALARS.items():
-        mine = counters.filter(
-            (pl.col("source") == source)
-            & (pl.col("metric") == metric)
-            & pl.col("rank").is_not_null()
-            & pl.col("value").is_finite()
-        )
+        known = pl.col("rank").is_not_null() & pl.col("value").is_finite()
+        mine = counters.filter(known, source=source, metric=metric)
         scaled = mine.sort("time_ns").with_columns(value=pl.col("value") / scale)
         for rank in sorted(scaled["rank"].unique()):
             yield (rank, scalar), scaled.filter(pl.col("rank") == rank)
@@ -173,12 +169,8 @@ class EventFiles:
         writer = self.writers.get(point.rank)
         if writer is None:
             writer = self.writers[point.rank] = self._new_writer(point.rank)
-        values = [
-            self._summary.Value(tag=scalar, simple_value=value)
-            for scalar, value in point.values.items()
-        ]
-        summary = self._summary(value=values)
-        wall_s = point.wall_ns / NS_PER_S
+        values = [self._summary.Value(tag=tag, simple_value=n) for tag, n in point.values.items()]
+        summary, wall_s = self._summary(value=values), point.wall_ns / NS_PER_S
         writer.add_event(self._event(wall_time=wall_s, step=point.step, summary=summary))
         self.point_count += 1
 

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -189,19 +189,11 @@ class _Handler(local_http.GuardedHandler, SimpleHTTPRequestHandler):
         if not local_http.is_allowed(self.headers.get("Host", ""), self._access.hosts):
             self.send_error(HTTPStatus.FORBIDDEN, "unknown host")
         elif self._access.is_token(parse_qs(address.query).get("token", [""])[0]):
-            self.send_response(HTTPStatus.OK)
-            for name, value in self._access.first_headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(FIRST_PAGE)
+            self._send(self._access.first_headers, FIRST_PAGE)
         elif not self._access.is_token(self._cookies().get(self._access.cookie, "")):
             self.send_error(HTTPStatus.FORBIDDEN, "open the address that haiprof printed")
         elif address.path in ("/vizviewer_info", "/file_info"):
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
+            self._send({"Content-Type": "application/json", "Content-Length": "2"}, b"{}")
         elif address.path == "/localtrace":
             self._send_trace()
         else:
@@ -220,6 +212,13 @@ class _Handler(local_http.GuardedHandler, SimpleHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         super().end_headers()
 
+    def _send(self, headers: Mapping[str, str], content: bytes = b"") -> None:
+        self.send_response(HTTPStatus.OK)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
     def _cookies(self) -> dict[str, str]:
         try:
             found = SimpleCookie(self.headers.get("Cookie", ""))
@@ -235,12 +234,9 @@ class _Handler(local_http.GuardedHandler, SimpleHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         with file, contextlib.suppress(ConnectionError):
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", "application/octet-stream")
-            size = file.seek(0, 2)
+            size = str(file.seek(0, 2))
             file.seek(0)
-            self.send_header("Content-Length", str(size))
-            self.end_headers()
+            self._send({"Content-Type": "application/octet-stream", "Content-Length": size})
             shutil.copyfileobj(file, self.wfile, _BLOCK_BYTES)
 
 

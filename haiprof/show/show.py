@@ -140,12 +140,10 @@ _SCRIPT_CELLS: list[tuple[object, object]] = []
 def _brings_script() -> bool:
     """Whether this figure has to bring plotly's script."""
     cell, execution, is_whole = _running_cell()
-    if cell is None and is_whole and _SCRIPT_CELLS:
-        return False
     for known_cell, known_execution in _SCRIPT_CELLS:
-        if execution is not None and execution == known_execution:
-            return False  # another figure of the same cell
-        if cell is not None and known_cell is not None and cell != known_cell:
+        is_same = execution is not None and execution == known_execution  # another of its figures
+        is_other = None not in (cell, known_cell) and cell != known_cell
+        if is_same or is_other or (cell is None and is_whole):
             return False
     _SCRIPT_CELLS[:] = [(cell, execution)]
     return True
@@ -154,10 +152,7 @@ def _brings_script() -> bool:
 def _running_cell() -> tuple[object, object, bool]:
     """The cell's id, where known, the number of its execution, and whether nobody watches it."""
     shell = _shell()
-    try:
-        parent = shell.get_parent() if shell is not None else {}
-    except AttributeError:
-        parent = {}
+    parent = getattr(shell, "get_parent", dict[str, Any])()
     cell = parent.get("metadata", {}).get("cellId")
     is_whole = parent.get("content", {}).get("allow_stdin") is False
     return cell, getattr(shell, "execution_count", None), is_whole

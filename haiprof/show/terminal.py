@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -53,10 +54,7 @@ def sparkline(values: Values, *, top: float | None = None) -> str:
 
 def fit_width(values: Values, width: int) -> list[float | None]:
     """The series at another length: means of neighbours if it shrinks, repeats if it grows."""
-    count = len(values)
-    if not count:
-        return [None] * width
-    cells: list[float | None] = []
+    count, cells = len(values), list[float | None]()
     for cell in range(width):
         start = cell * count // width
         end = max(start + 1, (cell + 1) * count // width)
@@ -65,13 +63,13 @@ def fit_width(values: Values, width: int) -> list[float | None]:
     return cells
 
 
+@dataclass(frozen=True, slots=True)
 class Sparkline:
     """A sparkline that takes the width it is given."""
 
-    def __init__(self, values: Values, *, top: float | None = None, color: str = "") -> None:
-        self.values = values
-        self.top = top
-        self.color = color
+    values: Values
+    top: float | None = None
+    color: str = ""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(_MIN_WIDTH, min(_MAX_WIDTH, options.max_width))
@@ -119,12 +117,12 @@ def block_lengths(split_ns: Mapping[str, float | None], width: int) -> dict[str,
     return lengths
 
 
+@dataclass(frozen=True, slots=True)
 class SplitBar:
     """Phases as coloured blocks; as different fillings where the terminal has no colour."""
 
-    def __init__(self, split_ns: Mapping[str, float | None], *, scale: float = 1.0) -> None:
-        self.split_ns = split_ns
-        self.scale = scale
+    split_ns: Mapping[str, float | None]
+    scale: float = 1.0
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(_SPLIT_BAR_MIN_WIDTH, min(_SPLIT_BAR_MAX_WIDTH, options.max_width))
@@ -148,11 +146,11 @@ def phase_heading(phase: str, width: int) -> str:
     return phase if width >= _FULL_NAMES_WIDTH else _SHORT.get(phase, phase)
 
 
+@dataclass(frozen=True, slots=True)
 class PhaseMark:
     """One character in the phase's colour, or its filling where there is no colour."""
 
-    def __init__(self, phase: str) -> None:
-        self.phase = phase
+    phase: str
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, 1)

@@ -130,15 +130,12 @@ def _in_use(recorded: SeriesReader) -> Iterator[OwnerSeries]:
 def _of_allocators(
     analyzer: RunFrames, levels: Mapping[int, gpu_memory.GpuMemorySeries], metric: str
 ) -> Iterator[OwnerSeries]:
-    last = {rank.rank: rank for rank in sorted(analyzer.files.ranks, key=lambda r: r.attempt)}
+    last = analyzer.files.last_attempts()
     for rank, series in levels.items():
-        offset_ns = last[rank].clock_offset_ns
-        if offset_ns is not None:
-            yield OwnerSeries(
-                owner=(None, rank, None, None),
-                time_ns=series.time_ns + offset_ns,
-                values=getattr(series, metric).astype(np.float64),
-            )
+        if (offset_ns := last[rank].clock_offset_ns) is not None:
+            values = getattr(series, metric).astype(np.float64)
+            yield OwnerSeries(owner=(None, rank, None, None), time_ns=series.time_ns + offset_ns,
+                              values=values)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,22 +162,19 @@ _PEAKS: Fields = (
 def _peaks(analyzer: RunFrames, judged: SeriesReader, start_ns: int) -> list[_Peak]:
     """Of the ranks with the highest ones, in order of ranks."""
     own = sort_series(
-        replace(each, owner=(None, each.owner[1], None, None))
-        for each in judged(*_RSS)
-        if each.owner[1] is not None
+        replace(each, owner=(None, each.owner[1], None, None)) for each in judged(*_RSS)
     )
-    tops = sorted(own, key=lambda each: -each.values.max())[:_RANK_LIMIT]
-    ranks = [each.owner[1] for each in tops if each.owner[1] is not None]
+    tops = {rank: each for each in own if (rank := each.owner[1]) is not None}
+    ranks = sorted(sorted(tops, key=lambda rank: -tops[rank].values.max())[:_RANK_LIMIT])
     if not ranks:
         return []
     steps, spans = analyzer.steps(), analyzer.phases(ranks)
-    peaks = (_peak(each, steps, spans, start_ns) for each in tops)
-    return sorted(peaks, key=lambda peak: peak.rank)
+    return [_peak(rank, tops[rank], steps, spans, start_ns) for rank in ranks]
 
 
-def _peak(own: OwnerSeries, steps: pl.DataFrame, spans: pl.DataFrame, start_ns: int) -> _Peak:
-    _, rank, _, _ = own.owner
-    assert rank is not None, "peaks are of ranks"
+def _peak(
+    rank: int, own: OwnerSeries, steps: pl.DataFrame, spans: pl.DataFrame, start_ns: int
+) -> _Peak:
     place = int(own.values.argmax())
     time_ns, start = int(own.time_ns[place]), pl.col("start_ns")
     begun = (pl.col("rank") == rank) & (start <= time_ns)
@@ -238,15 +232,13 @@ def _gpu_table(levels: Mapping[int, gpu_memory.GpuMemorySeries]) -> PageTable:
 _HELD: Fields = (
     (lambda each: MISSING if each.device is None else f"GPU {each.device}", "GPU"),
     ("requested_bytes", "wanted"),
-    (lambda each: bytes_text(each.held.get("parameters")), "parameters"),
-    (lambda each: bytes_text(each.held.get("gradients")), "gradients"),
-    (lambda each: bytes_text(each.held.get("buffers")), "buffers"),
-    (lambda each: bytes_text(each.held.get("optimizer_state")), "optimizer state"),
+    *((lambda each, of=name: bytes_text(each.held.get(of)), name.replace("_", " "))
+      for name in ("parameters", "gradients", "buffers", "optimizer_state")),
     ("other_bytes", "activations and others"),
     (lambda each: bytes_text(each.limit_bytes or each.device_total_bytes), "limit"),
     (lambda each: printable(", ".join(filter(None, (each.phase, each.module)))) or MISSING, "in"),
     ("step", "step"),
-)
+)  # fmt: skip
 
 
 def _missing(

@@ -239,11 +239,8 @@ def functions_view(found: FunctionReports) -> RenderableType:
     )
     count = len(found.ranks)
     # A trace without a GPU has nothing to say of one: neither a meaning nor a table.
-    told = [
-        report
-        for report in found.reports
-        if not several or report.meaning or any(True for _ in shown_tables(report, count))
-    ]
+    told = [each for each in found.reports
+            if not several or each.meaning or next(shown_tables(each, count), None)]  # fmt: skip
     parts = [part for report in told for part in _report(report, count, brief=several)]
     left_out = [report for report in found.reports if report not in told]
     if left_out:
@@ -296,26 +293,16 @@ def shown_tables(
 ) -> Iterator[tuple[str, pl.DataFrame, Columns]]:
     """Name, rows and columns of its tables that say something, the abnormal first."""
     for name, columns in _COLUMNS[report.kind].items():
-        if name == ABNORMAL and rank_count < FAR_MIN_RANKS:
-            continue
         table = report.tables[name]
-        if not table.is_empty():
-            shown = [
-                (column, head)
-                for column, head in columns
-                if column in ("rank", "name") or table[column].null_count() < len(table)
-            ]
-            if any(column not in ("rank", "name") for column, _ in shown):
-                yield name, _shorten_names(table, report.kind), shown
-
-
-def _shorten_names(table: pl.DataFrame, kind: str) -> pl.DataFrame:
-    """Shortens names to a line: kernels without arguments, the end of stacks."""
-    if "name" not in table.columns:
-        return table
-    names = table["name"].unique().to_list()
-    plain = stack_labels(names) if kind == PYTHON else {name: kernel_label(name) for name in names}
-    return table.with_columns(pl.col("name").replace_strict(plain, return_dtype=pl.String))
+        known = {column for column, _ in columns if table[column].count()} - {"rank", "name"}
+        if known and not (name == ABNORMAL and rank_count < FAR_MIN_RANKS):
+            if "name" in table.columns:  # to a line: kernels without arguments, the end of stacks
+                names = table["name"].unique().to_list()
+                plain = stack_labels(names) if report.kind == PYTHON else \
+                    {each: kernel_label(each) for each in names}  # fmt: skip
+                short = pl.col("name").replace_strict(plain, return_dtype=pl.String)
+                table = table.with_columns(short)
+            yield name, table, [each for each in columns if each[0] in known | {"rank", "name"}]
 
 
 def stack_labels(stacks: Sequence[str]) -> dict[str, str]:

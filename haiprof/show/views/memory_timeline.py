@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,25 +186,24 @@ def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:
     if rank is not None:
         analysis.file_of(rank)
     own = pl.lit(True) if rank is None else pl.col("rank") == rank
-    timeline = analysis.memory_timeline().filter(own)
-    missing: dict[str, str] = {}
-    at_peak = by_module = None
-    try:
-        at_peak = analysis.memory_at_peak().filter(own)
-    except MissingDataError as error:
-        missing["at_peak"] = str(error)
-    if at_peak is not None:
+    timeline, missing = analysis.memory_timeline().filter(own), dict[str, str]()
+
+    def ask(name: str, question: Callable[[], pl.DataFrame]) -> pl.DataFrame | None:
         try:
-            by_module = analysis.memory_at_peak_by_module().filter(own)
+            return question().filter(own)
         except MissingDataError as error:
-            missing["at_peak_by_module"] = str(error)
+            missing[name] = str(error)
+            return None
+
+    at_peak = ask("at_peak", analysis.memory_at_peak)
     return MemoryAnswers(
         timeline=timeline,
         at_peak=at_peak,
-        at_peak_by_module=by_module,
+        at_peak_by_module=None if at_peak is None
+        else ask("at_peak_by_module", analysis.memory_at_peak_by_module),
         by_operator=analysis.memory_by_operator().filter(own),
         missing=missing,
-    )
+    )  # fmt: skip
 
 
 def name_operators(found: pl.DataFrame) -> pl.DataFrame:

@@ -98,12 +98,10 @@ def _details(details: SuspectDetails | None) -> Iterator[RenderableType]:
         return
     for frame in (details.native or ())[-NATIVE_FRAMES:]:
         yield one_line(f"  {printable(frame)}")
-    if details.gpu:
-        said = []
-        for metric, value in details.gpu.items():
-            name, _, unit = metric.rpartition("_")  # `memory_used_bytes`: its unit is its last word
-            said.append(f"{name.replace('_', ' ')} {value_text(value, unit)}")
-        yield one_line("its GPU: " + ", ".join(said))
+    if details.gpu:  # `memory_used_bytes`: its unit is its last word
+        named = ((*metric.rpartition("_"), value) for metric, value in details.gpu.items())
+        said = (f"{name.replace('_', ' ')} {value_text(n, unit)}" for name, _, unit, n in named)
+        yield one_line(f"its GPU: {', '.join(said)}")
     if details.xids:
         codes = ", ".join(map(str, details.xids))
         yield one_line(f"its GPU reported XID {codes}", style="bold")
@@ -124,26 +122,26 @@ def _grow(branch: Tree, node: Node) -> Tree:
 
 def _chain_text(chain: Sequence[Node]) -> Text:
     """The user's own frames of a chain and its innermost one; what lies between is counted."""
-    text = Text(style="")
+    text, hidden = Text(), 0
     text.append(ranks_text(chain[0].ranks), style="cyan")
-    hidden = 0
     for node in chain:
         frame = node.frame or ("", 0, "")
-        inner = node is chain[-1]
-        if is_library(frame[0], frame[2]) and not inner:
+        if is_library(frame[0], frame[2]) and node is not chain[-1]:
             hidden += 1
             continue
         if hidden:
             text.append(f"\n  … {count_text(hidden, 'library frame')}", style="dim")
-            hidden = 0
         text.append(f"\n  {printable(frame_text(frame))}")
+        hidden = 0
     return text
 
 
 MOST_FILES = 8
 
 
-def _file_lines(paths: Sequence[Path]) -> Iterator[RenderableType]:
+def _file_lines(paths: Sequence[Path], stopped: str = "") -> Iterator[RenderableType]:
+    size = bytes_text(sum(path.stat().st_size for path in paths if path.is_file()))
+    yield Text(f"{count_text(len(paths), 'file')}, {size}{stopped}", style="dim")
     for path in paths[:MOST_FILES]:
         yield one_line(f"  {path}")
     if len(paths) > MOST_FILES:
@@ -158,11 +156,8 @@ def kineto_view(found: KinetoTraces) -> Iterator[RenderableType]:
         if each.steps is not None:
             steps = f"steps {each.steps[0]} to {each.steps[1] - 1}"
         yield Text(f"traced {steps} of {_name(each)}", style="bold")
-    paths = [Path(each.path) for each in found.done if each.path]
-    if paths:
-        size = bytes_text(sum(path.stat().st_size for path in paths if path.exists()))
-        yield Text(f"{count_text(len(paths), 'file')}, {size}", style="dim")
-    yield from _file_lines(paths)
+    if paths := [Path(each.path) for each in found.done if each.path]:
+        yield from _file_lines(paths)
     for reason in sorted({each.steps_reason for each in found.done if each.steps_reason}):
         yield Text(f"steps are not marked: {reason}", style="dim")
     if found.aligned is False:
@@ -187,15 +182,11 @@ def trace_now_view(found: TraceNow) -> Iterator[RenderableType]:
         said = "" if steps is None else f"steps {steps[0]} to {steps[1] - 1} "
         yield Text(f"traced {said}on {ranks_text(ranks)}", style="bold")
     stalls = [rank.stall_ns for rank in found.done if rank.stall_ns is not None]
-    paths = [Path(rank.path) for rank in found.done if rank.path]
-    if stalls:
-        size = bytes_text(sum(path.stat().st_size for path in paths if path.is_file()))
-        yield Text(
-            f"{count_text(len(paths), 'file')}, {size}; the job was stopped for "
-            f"{duration_text(max(stalls))} at most",
-            style="dim",
+    if paths := [Path(rank.path) for rank in found.done if rank.path]:
+        stopped = (
+            f"; the job was stopped for {duration_text(max(stalls))} at most" if stalls else ""
         )
-    yield from _file_lines(paths)
+        yield from _file_lines(paths, stopped)
     if not found.aligned:
         words = "did not record" if found.counted_alike else "may not have recorded"
         yield Text(f"the ranks {words} the same steps", style="yellow")

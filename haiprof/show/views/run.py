@@ -95,12 +95,10 @@ def _model_text(model: ModelSettings) -> str:
 
 
 def _precision_text(settings: RankSettings) -> str:
-    flags = settings.flags
-    parts = [f"default {flags.get('default_dtype')}"] if flags.get("default_dtype") else []
-    if flags.get("matmul_precision"):
-        parts.append(f"float32 matmul {flags['matmul_precision']}")
-    parts.append(f"autocast {settings.autocast or 'not seen at the call of a model'}")
-    return ", ".join(parts)
+    told = {"default": settings.flags.get("default_dtype"),
+            "float32 matmul": settings.flags.get("matmul_precision"),
+            "autocast": settings.autocast or "not seen at the call of a model"}  # fmt: skip
+    return ", ".join(f"{name} {value}" for name, value in told.items() if value)
 
 
 def _core_parts(settings: RankSettings) -> Iterator[str]:
@@ -115,11 +113,8 @@ def _core_parts(settings: RankSettings) -> Iterator[str]:
 
 
 def _switch_parts(settings: RankSettings) -> Iterator[str]:
-    for name, title in _SWITCHES.items():
-        if settings.flags.get(name) is True:
-            yield title
-    ratio = settings.on_ratio("profiler")
-    if ratio:
+    yield from (title for name, title in _SWITCHES.items() if settings.flags.get(name) is True)
+    if ratio := settings.on_ratio("profiler"):
         yield f"a profiler of the job's own ({ratio_text(ratio)} of the time)"
     level = settings.flags.get("distributed_debug")
     if level not in (None, "OFF"):
@@ -210,10 +205,8 @@ def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]
 def _split_cells(split: Split, width: int) -> Iterator[str]:
     total = sum(ns or 0.0 for ns in split.values())
     between = " " if width >= ONE_LINE_CELLS_WIDTH else "\n"
-    for phase in PHASES:
-        ns = split[phase]
-        share = share_text(ns, total)
-        yield MISSING if ns is None else f"{duration_text(ns)}{between}{share:>5}"
+    for ns in (split[phase] for phase in PHASES):
+        yield MISSING if ns is None else f"{duration_text(ns)}{between}{share_text(ns, total):>5}"
 
 
 def _host(node: NodeSummary) -> Text:
