@@ -317,7 +317,7 @@ class _Case:
         gone = [end for end in self._causes() if kind_of(end) == "gone"]
         if gone:
             ranks = tuple(e.rank for e in gone if e.rank is not None)
-            return self._died("gone", ranks, f"{ranks_text(ranks)} died", gone[0])
+            return self._blame_end("gone", ranks, f"{ranks_text(ranks)} died", gone[0])
         manifest = self.evidence.files.manifest
         status = None if manifest is None else manifest.signal or manifest.exit_status
         what = f"the job ended with {status}, and no rank says why" if status is not None else \
@@ -451,14 +451,14 @@ class _Case:
                         and first.host in self._lost_hosts()):  # fmt: skip
             return None
         # The same failure at nearly the same time.
-        signs = [_signs(end) == _signs(first)
+        alike = [_failure_key(end) == _failure_key(first)
                  and abs((end.failed_ns or 0) - (first.failed_ns or 0)) <= TOGETHER_NS
                  for end in real]  # fmt: skip
-        ranks = tuple(sorted({end.rank for end in compress(real, signs) if end.rank is not None}))
+        ranks = tuple(sorted({end.rank for end in compress(real, alike) if end.rank is not None}))
         others, together = len(self.ends) > len(ranks), len(ranks) > 1
         who = f"all {len(ranks)} ranks" if together and not others else ranks_text(ranks)
         who += (" died first" if others else " died") + " together, of the same" * together
-        return self._died(kind_of(first), ranks, who, first, certain=is_certain(first))
+        return self._blame_end(kind_of(first), ranks, who, first, certain=is_certain(first))
 
     def _find_accused(self) -> Death | None:
         """Victims' texts that name a rank."""
@@ -633,17 +633,17 @@ class _Case:
                 own = end.error.line is not None  # code of the job's, in whatever process
                 own |= end.ran_out_of_gpu_memory or end.how == "terminate"
                 cause = kind_of(end) if own else "launcher"
-                return self._died(cause, (), f"process {end.pid} died", end, certain=True)
+                return self._blame_end(cause, (), f"process {end.pid} died", end, certain=True)
             first = manifest is not None and end.pid == manifest.job_pid
             failed = any(each.over and not each.clean for each in self.ends.values())
             left = bool(self.ends) and end.signal is not None and not failed
             if first and end.over and not end.clean and (left or not self.ends):
                 who = "the first process of the job died, and left its ranks" if left else \
                     "the job died before a rank had reported in"  # fmt: skip
-                return self._died(kind_of(end), (), who, end, certain=is_certain(end))
+                return self._blame_end(kind_of(end), (), who, end, certain=is_certain(end))
         return None
 
-    def _died(
+    def _blame_end(
         self, cause: str, ranks: tuple[int, ...], who: str, end: ProcessEnd, *,
         certain: bool = False,
     ) -> Death:  # fmt: skip
@@ -895,7 +895,7 @@ def _has_aborted(end: ProcessEnd) -> bool:
     return end.signal == signal.SIGABRT and end.error is NO_ERROR
 
 
-def _signs(end: ProcessEnd) -> tuple[object, ...]:
+def _failure_key(end: ProcessEnd) -> tuple[object, ...]:
     """What is the same of ends by the same failure."""
     known = end.error is not NO_ERROR
     return (end.error.type, end.error.line) if known else (end.signal, end.status)

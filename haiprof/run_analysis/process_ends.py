@@ -840,7 +840,7 @@ def last_seen(rank: RankFiles, worker_pid: int | None = None) -> LastSeen | None
     """The last sample of the training thread, or of a worker; None where it was never sampled."""
     offset_ns, of_workers = rank.clock_offset_ns, worker_pid is not None
     paths = rank.paths.worker_stack_files().values() if of_workers else (rank.paths.stacks,)
-    own = [(p, tree) for p, tree in _sampled(paths) if (p.worker is not None) is of_workers
+    own = [(p, tree) for p, tree in _read_processes(paths) if (p.worker is not None) is of_workers
            and p.pid == (worker_pid or rank.report.get("pid"))]  # fmt: skip
     if not own or offset_ns is None:
         return None
@@ -855,7 +855,7 @@ def last_seen(rank: RankFiles, worker_pid: int | None = None) -> LastSeen | None
     return LastSeen(frame_text(frame), time_ns + offset_ns, since_ns + offset_ns, is_at_lock)
 
 
-def _sampled(paths: Iterable[Path]) -> Iterator[tuple[SampledProcess, StackTree]]:
+def _read_processes(paths: Iterable[Path]) -> Iterator[tuple[SampledProcess, StackTree]]:
     """The processes of files that can be read, and the stacks of each file."""
     for path in paths:
         grown = StackTree()
@@ -878,7 +878,7 @@ def workers_last_at(rank: RankPaths) -> dict[int, Stack]:
     """By process of a DataLoader worker: its stack at its last sample that knows one."""
     found = {}
     for path in rank.worker_stack_files().values():
-        for process, tree in list(_sampled([path]))[-1:]:
+        for process, tree in list(_read_processes([path]))[-1:]:
             last = (stack for _, stack, _ in islice(_last_samples(process, tree), _BACK) if stack)
             found[process.pid] = next(last, ())
     return found

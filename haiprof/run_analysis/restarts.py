@@ -512,7 +512,7 @@ def _read_times(files: RankFiles, lines: Sequence[Mapping[str, object]]) -> Inte
     known = [(b, e) for b, e in times if b is not None and e is not None and b <= e]
     offset_ns = files.clock_offset_ns
     table = np.array(known if offset_ns else [], dtype=np.int64).reshape(-1, 2) + (offset_ns or 0)
-    return Intervals(table[:, 0], table[:, 1])
+    return Intervals(*table.T)
 
 
 def _line_times(files: RankFiles, offset_ns: int, name: str) -> list[int]:
@@ -527,10 +527,7 @@ def _process_start(files: RankFiles, offset_ns: int) -> int | None:
     began = _line_times(files, offset_ns, "record_start")
     reported = integer(mapping(files.report.get("clock")).get("wall_ns"))
     known = min([*began, *([] if reported is None else [reported])], default=None)
-    if ticks is None or known is None:
-        return known
-    at = ticks * _TICK_NS + offset_ns
-    return at if at <= known else known
+    return known if ticks is None or known is None else min(ticks * _TICK_NS + offset_ns, known)
 
 
 def _step_times(rank: RankSegments) -> StepTimes:

@@ -51,13 +51,11 @@ def run_flames(
     analyzer: RunFrames, other: RunFrames | None = None, ledger: RunLedger | None = None
 ) -> RunFlames:
     """The stacks that were sampled in the steps that count: warm and not traced."""
-    known = ledger or plain_ledger(analyzer)
+    known, name = ledger or plain_ledger(analyzer), analyzer.run.root.name
     if known is None:
         graph = FlameGraph(frames=(), parents=(), places=(), series=())
-        why = "no training step was recorded"
-        return RunFlames(
-            run=analyzer.run.root.name, graph=graph, lines=line_table(graph), missing=why, notes=()
-        )
+        return RunFlames(run=name, graph=graph, lines=line_table(graph), notes=(),
+                         missing="no training step was recorded")  # fmt: skip
     found = _flame_source(analyzer, known)
     if ledger is not None:
         accounts = zip(known.rows, known.ledger.accounts, strict=True)
@@ -72,10 +70,8 @@ def run_flames(
         notes += [] if len(sources) > 1 else [f"{other.run.root.name}: no stacks were sampled"]
     graph = flame_graph(sources)
     own = graph if len(sources) == 1 else flame_graph(sources[:1])
-    return RunFlames(
-        run=analyzer.run.root.name, graph=graph, lines=line_table(own), missing=_why_none(found),
-        notes=tuple(map(printable, notes)),
-    )  # fmt: skip
+    return RunFlames(run=name, graph=graph, lines=line_table(own), missing=_why_none(found),
+                     notes=tuple(map(printable, notes)))  # fmt: skip
 
 
 def other_run(analyzer: RunFrames, baseline: str) -> RunFrames:
@@ -85,15 +81,11 @@ def other_run(analyzer: RunFrames, baseline: str) -> RunFrames:
 
 def _flame_source(analyzer: RunFrames, found: RunLedger, *, run: str = "") -> FlameSource:
     manifest = manifest_or_none(analyzer.run)
-    steps = select_judged_steps(last_attempts(analyzer.steps()))
     return FlameSource(
-        run=run,
-        folder=manifest.cwd if manifest else "",
-        samples=found.samples,
-        table=found.table,
-        steps=steps,
+        run=run, folder=manifest.cwd if manifest else "", samples=found.samples, table=found.table,
+        steps=select_judged_steps(last_attempts(analyzer.steps())),
         lineless=lacks_line(found.table),
-    )
+    )  # fmt: skip
 
 
 def _why_none(found: FlameSource) -> str:
@@ -135,11 +127,9 @@ def sampled_lines(
     elif part is not None:
         chosen &= samples.phase == CODE_PHASES.index(part)
     samples = samples.take(chosen)
-    notes = samples.notes
-    if unplaced:
-        notes = (*notes, _WITHOUT_LINE)
+    notes = [*samples.notes, *([_WITHOUT_LINE] if unplaced else [])]
     if left_out and rank is None:
-        notes = (*notes, f"{count_text(left_out, 'rank')} left out: --rank RANK shows one of them")
+        notes.append(f"{count_text(left_out, 'rank')} left out: --rank RANK shows one of them")
     return samples, line_frame(samples, (position[chosen], of_step[chosen])), tuple(notes)
 
 
@@ -149,7 +139,8 @@ def line_table(graph: FlameGraph) -> PageTable:
         return PageTable("", (), ())
     mean = graph.series[0]
     step_ns = sum(ns for node, ns in mean.self_ns.items() if _top(graph, node) in POSITIONS)
-    times, calls = _line_times(graph, mean)
+    calls = _line_times(graph, mean)
+    times = {key: sum(inner.values()) for key, inner in calls.items()}
     order = sorted(times, key=lambda key: (-times[key], key))
     rows = [
         (
@@ -170,24 +161,17 @@ def line_table(graph: FlameGraph) -> PageTable:
     )  # fmt: skip
 
 
-def _line_times(
-    graph: FlameGraph, series: FlameSeries
-) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], dict[str, float]]]:
-    """By (position, frame): ns per step; and of it, the time in each function that it calls."""
-    times: dict[tuple[str, int], float] = {}
+def _line_times(graph: FlameGraph, series: FlameSeries) -> dict[tuple[str, int], dict[str, float]]:
+    """By (position, frame): ns per step, by the function that it calls; by itself: no name."""
     calls: dict[tuple[str, int], dict[str, float]] = {}
     for node, ns in series.self_ns.items():
         called, at = "", node
-        while graph.frames[graph.places[at]].kind == "library":
-            frame = graph.frames[graph.places[at]]
+        while (frame := graph.frames[graph.places[at]]).kind == "library":
             called, at = f"{frame.place}.{frame.name}", graph.parents[at]
-        if graph.frames[graph.places[at]].kind != "user":
-            continue
-        key = (_top(graph, at), graph.places[at])
-        times[key] = times.get(key, 0.0) + ns
-        inner = calls.setdefault(key, {})
-        inner[called] = inner.get(called, 0.0) + ns
-    return times, calls
+        if frame.kind == "user":
+            inner = calls.setdefault((_top(graph, at), graph.places[at]), {})
+            inner[called] = inner.get(called, 0.0) + ns
+    return calls
 
 
 def _most(calls: dict[str, float]) -> str:

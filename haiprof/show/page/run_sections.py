@@ -15,7 +15,7 @@ import polars as pl
 from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.units import MISSING, duration_text, ratio_text
 from haiprof.diagnosis.function_reports import FunctionReports, function_reports
-from haiprof.run_analysis.run_files import number
+from haiprof.run_analysis.run_files import integer, number, objects
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest
 from haiprof.run_format.reader import read_json
@@ -42,6 +42,7 @@ from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.report import TraceReport, standard_report
 
 _SLOW_LIMIT, _LATE_LIMIT = 5, 16
+_NO_TRACES = "no traces in this run: `--trace` records a window"
 _UNSET: tuple[object, ...] = (None, False, "", [], {})
 
 
@@ -125,7 +126,7 @@ def collective_table(collectives: pl.DataFrame) -> PageTable:
 def trace_files(run: RunPaths) -> tuple[list[list[Path]], str]:
     """Traces by window, ranks in order; or why there are none."""
     if not run.traces.is_dir():
-        return [], "no traces in this run: `--trace` records a window"
+        return [], _NO_TRACES
     try:
         return [[member.path for member in found] for found in files_by_window(run.root)], ""
     except (HaiprofError, OSError) as error:
@@ -141,19 +142,16 @@ def snapshot_table(run: RunPaths) -> PageTable | None:
 
 def _snapshots(run: RunPaths) -> Iterator[tuple[str, ...]]:
     for path in run.snapshot_files():
+        name = printable(path.parent.name)
         try:
             found = read_json(path)
         except RunFormatError:
-            yield MISSING, MISSING, "cannot be read", printable(path.parent.name)
+            yield MISSING, MISSING, "cannot be read", name
             continue
-        wall, listed = found.get("wall_ns"), found.get("suspects")
-        suspects = [s for s in listed if isinstance(s, dict)] if isinstance(listed, list) else []
-        yield (
-            moment_text(wall if isinstance(wall, int) else None),
-            ", ".join(f"rank {printable(str(s.get('rank')))}" for s in suspects) or "nobody",
-            "; ".join(printable(str(s.get("reason"))) for s in suspects[:3]) or MISSING,
-            printable(path.parent.name),
-        )
+        suspects = objects(found.get("suspects"))
+        who = ", ".join(f"rank {printable(str(s.get('rank')))}" for s in suspects)
+        why = "; ".join(printable(str(s.get("reason"))) for s in suspects[:3])
+        yield moment_text(integer(found.get("wall_ns"))), who or "nobody", why or MISSING, name
 
 
 def one_rank_facts(ranks: PageTable, nodes: PageTable) -> tuple[tuple[str, str], ...]:
@@ -279,11 +277,9 @@ class TraceSections:
 
 def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
     """Reads the last window of a run's traces; failures are noted, never raised."""
-    wanted = ("kernels", "operators", "Python functions", "memory")
-    if not read:
-        return TraceSections(missing=tuple((what, "left out by --no-traces") for what in wanted))
-    if not run.traces.is_dir() or not any(run.traces.glob("*.json*")):
-        why = "no traces in this run: `--trace` records a window"
+    why = "" if any(run.traces.glob("*.json*")) else _NO_TRACES
+    if why := why if read else "left out by --no-traces":
+        wanted = ("kernels", "operators", "Python functions", "memory")
         return TraceSections(missing=tuple((what, why) for what in wanted))
     missing: list[tuple[str, str]] = []
     questions = TraceQuestions(run.root)

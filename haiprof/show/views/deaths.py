@@ -75,14 +75,12 @@ def death_block(verdict: Verdict) -> RenderableType:
         fates.add_row(who, role, printable(text))
     if len(rows) > SHOWN_FATES:
         fates.add_row("", "", f"and {len(rows) - SHOWN_FATES} more, in --json")
-    parts.append(_indent(fates))
-    parts += [_indent(Text(line, style="dim")) for line in _death_lines(verdict)]
+    parts += map(_indent, (fates, *(Text(line, style="dim") for line in _death_lines(verdict))))
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(Text("  do:", style="bold green"), Text(death.remedy))
     if verdict.advice is not None:
-        grid.add_row(
-            Text("  then:", style="bold green"), Text(printable(advice_text(verdict.advice)))
-        )
+        then = Text(printable(advice_text(verdict.advice)))
+        grid.add_row(Text("  then:", style="bold green"), then)
     return Group(*parts, grid)
 
 
@@ -119,12 +117,10 @@ def grouped_fates(death: Death) -> Iterator[tuple[str, str, str]]:
 
 def _became_text(fate: Fate, headline: str) -> str:
     is_cause = fate.role == "cause"
-    parts = [
-        f"waited in {fate.waited_in}" if fate.waited_in and not is_cause else "",
-        "" if is_cause and fate.what in headline else fate.what,  # said once
-        f"last step recorded {fate.step}" if is_cause and fate.step is not None else "",
-    ]
-    return ", ".join(filter(None, parts))
+    waited = f"waited in {fate.waited_in}" if fate.waited_in and not is_cause else ""
+    what = "" if is_cause and fate.what in headline else fate.what  # said once
+    step = f"last step recorded {fate.step}" if is_cause and fate.step is not None else ""
+    return ", ".join(filter(None, (waited, what, step)))
 
 
 def _death_lines(verdict: Verdict) -> Iterator[str]:
@@ -178,26 +174,25 @@ def start_lines(starts: Sequence[Start], death: Death) -> Iterator[str]:
 
 def exit_report(verdict: Verdict, run: RunHeader) -> str:
     """How the job ended, as Markdown for a ticket."""
-    lines = [f"## {markdown_text(run.name)}: {markdown_text(verdict.headline)}", ""]
-    lines += [f"- run: `{markdown_code(run.path)}`",
-              f"- command: `{markdown_code(shlex.join(run.command))}`",
-              f"- host: `{markdown_code(run.host)}`, started {moment_text(run.start_wall_ns)}, "
-              f"{run.outcome} after {duration_text(run.duration_ns)}"]  # fmt: skip
+    lines = [f"## {markdown_text(run.name)}: {markdown_text(verdict.headline)}", "",
+             f"- run: `{markdown_code(run.path)}`",
+             f"- command: `{markdown_code(shlex.join(run.command))}`",
+             f"- host: `{markdown_code(run.host)}`, started {moment_text(run.start_wall_ns)}, "
+             f"{run.outcome} after {duration_text(run.duration_ns)}"]  # fmt: skip
     death = verdict.death
     if death is None:
         return "\n".join([*lines, "", "No rank died."]) + "\n"
-    lines += [f"- cause: **{WORDS.get(death.cause, death.cause)}**"
-              f"{'' if death.certain else ' (likely, not proved)'}"]  # fmt: skip
+    likely = "" if death.certain else " (likely, not proved)"
+    lines.append(f"- cause: **{WORDS.get(death.cause, death.cause)}**{likely}")
     if death.line:
         source = f" `{markdown_code(death.source)}`" if death.source else ""
         lines.append(f"- line: `{markdown_code(death.line)}`{source}")
     if death.step is not None:
         lines.append(f"- last step recorded: {death.step}")
     lines += [f"- {markdown_text(line)}" for line in _death_lines(verdict)]
+    rows = ((who, role, markdown_text(text)) for who, role, text in grouped_fates(death))
     lines += ["", "| ranks | | what became of them |", "|---|---|---|"]
-    lines += [
-        f"| {who} | {role} | {markdown_text(text)} |" for who, role, text in grouped_fates(death)
-    ]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
     if death.traceback:
         frames = [markdown_code(frame) for frame in death.traceback[-_FRAMES:]]
         said = [markdown_code(line) for line in (death.message or "").splitlines()[:20]]
@@ -318,20 +313,15 @@ def goodput_view(found: Goodput, *, joined: str) -> RenderableType:
         column.no_wrap = False
     for cells in _start_rows(found.starts):
         starts.add_row(*(shorten(cells[place].removeprefix(f"{day} ")) for place in shown))
-    parts += [
-        section("wall time", accounts),
-        section(f"starts on {day}" if day else "starts", starts),
-    ]
-    if joined:
-        parts.append(section("runs", label_table(_run_rows(found.starts))))
+    title = f"starts on {day}" if day else "starts"
+    parts += [section("wall time", accounts), section(title, starts)]
+    if joined:  # which starts were of which run
+        by_run = itertools.groupby(enumerate(found.starts, start=1), key=lambda each: each[1].run)
+        places = ((run, [place for place, _ in group]) for run, group in by_run)
+        rows = ((f"start {at[0]}" + f" to {at[-1]}" * (len(at) > 1), printable(run))
+                for run, at in places)  # fmt: skip
+        parts.append(section("runs", label_table(rows)))
     return Group(*parts)
-
-
-def _run_rows(starts: Sequence[Start]) -> Iterator[tuple[str, str]]:
-    """Which starts were of which run."""
-    for run, group in itertools.groupby(enumerate(starts, start=1), key=lambda each: each[1].run):
-        first, *others = (place for place, _ in group)
-        yield f"start {first}{f' to {others[-1]}' if others else ''}", printable(run)
 
 
 def _notes(found: Goodput, joined: str) -> Iterator[str]:

@@ -66,13 +66,10 @@ def named_nodes_view(log_dir: Path, found: NodeNames) -> RenderableType:
     runs, preflights = (
         count_text(found.run_count, "verdict"), count_text(found.preflight_count, "preflight"),
     )  # fmt: skip
-    parts: list[RenderableType] = [
-        Text(str(log_dir), style="bold"),
-        one_line(f"{len(found.nodes)} of {count_text(found.node_count, 'node')} named by "
-                 f"{runs} and {preflights}"),
-    ]  # fmt: skip
-    if found.nodes:
-        parts.append(table)
+    named = f"{len(found.nodes)} of {count_text(found.node_count, 'node')} named"
+    parts: list[RenderableType] = [Text(str(log_dir), style="bold"),
+                                   one_line(f"{named} by {runs} and {preflights}"),
+                                   *([table] if found.nodes else [])]  # fmt: skip
     if found.unjudged:
         names = count_text(len(found.unjudged), "run")
         parts.append(Text(f"{names} without a verdict kept at the end: name nobody", style="dim"))
@@ -112,12 +109,14 @@ def node_rows(counters: pl.DataFrame) -> pl.DataFrame:
 
 def _summary(found: NodeRecord) -> str:
     full = "" if found.whole_bytes is None else f", {bytes_text(found.whole_bytes)} when full"
-    parts = [f"{bytes_text(found.size_bytes)} on the disk{full}"]
-    if found.cpu_ratio is not None:
-        parts.append(f"its own cost {fine_ratio_text(found.cpu_ratio)} of a core")
-    if found.peak_rss_bytes is not None:
-        parts.append(f"{bytes_text(found.peak_rss_bytes)} at most")
-    return " · ".join(parts)
+    cost = "" if found.cpu_ratio is None else f"its own cost {fine_ratio_text(found.cpu_ratio)}"
+    most = "" if found.peak_rss_bytes is None else f"{bytes_text(found.peak_rss_bytes)} at most"
+    parts = (
+        f"{bytes_text(found.size_bytes)} on the disk{full}",
+        cost and f"{cost} of a core",
+        most,
+    )
+    return " · ".join(filter(None, parts))
 
 
 def _event_texts(found: NodeRecord) -> Iterator[str]:
