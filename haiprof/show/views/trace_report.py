@@ -337,22 +337,18 @@ def shown_tables(report: TraceReport) -> Iterator[tuple[View, pl.DataFrame]]:
                 yield replace(view, columns=tuple(columns), legend=about), found
 
 
-_GPU_SHARES = ("kernel_ratio", "communication_ratio", "memcpy_ratio", "memset_ratio",
-               "runtime_ratio")  # fmt: skip
+_OPTIONAL = (
+    "kernel_ratio", "communication_ratio", "memcpy_ratio", "memset_ratio", "runtime_ratio",
+    "process_group", "wait_ns", "distance_ratio", "link_bytes_per_s", "link_ratio",
+    *dict(LAUNCH_HEADS),
+)  # fmt: skip
 
 
 def _is_uninformative(name: str, found: pl.DataFrame) -> bool:
     """The device where each rank has one, groups without a name, a GPU that there is not."""
     if name == "device":
         return found.select("rank", "device").unique()["rank"].is_unique().all()
-    if name == "slowest_rank":
-        name = "distance_ratio"
-    if name in _GPU_SHARES:
-        return found[name].is_null().all()
     if name == "part":
         return found.filter(pl.col(name) != WHOLE_JOB).is_empty()
-    is_optional = name in (
-        "process_group", "wait_ns", "distance_ratio", "link_bytes_per_s", "link_ratio",
-        *dict(LAUNCH_HEADS),
-    )  # fmt: skip
-    return is_optional and found[name].is_null().all()
+    name = "distance_ratio" if name == "slowest_rank" else name
+    return name in _OPTIONAL and found[name].is_null().all()
