@@ -75,7 +75,8 @@ def death_block(verdict: Verdict) -> RenderableType:
         fates.add_row(who, role, printable(text))
     if len(rows) > SHOWN_FATES:
         fates.add_row("", "", f"and {len(rows) - SHOWN_FATES} more, in --json")
-    parts += map(_indent, (fates, *(Text(line, style="dim") for line in _death_lines(verdict))))
+    parts.append(_indent(fates))
+    parts += [_indent(Text(line, style="dim")) for line in _death_lines(verdict)]
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(Text("  do:", style="bold green"), Text(death.remedy))
     if verdict.advice is not None:
