@@ -181,7 +181,7 @@ def top(
     from haiprof.show.views.jobs import JOBS, RANKS, Selection, top_view
 
     if job is not None and Path(job).is_dir() and not RunPaths(Path(job)).manifest.exists():
-        job, log_dir = None, [Path(job)]  # as `haiprof ls DIR` takes a log directory
+        log_dir, job = [Path(job)], None  # as `haiprof ls DIR` takes a log directory
     is_live = not (as_json or once) and sys.stdout.isatty()
     if job is None and not (is_live or as_json):
         ps(log_dir=log_dir, verdict=False, as_json=False)
