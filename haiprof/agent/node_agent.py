@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,26 +32,9 @@ from haiprof.linux.procfs import (
     strings,
     variables,
 )
+from haiprof.run_format import control
 from haiprof.run_format.boot import BOOT_FOLDER
 from haiprof.run_format.clock import ClockAnchor
-from haiprof.run_format.control import (
-    HELLO,
-    MEMBER,
-    MESSAGE_LIMIT_BYTES,
-    REMOTE_REPLY,
-    REPLY,
-    Request,
-    conform,
-    control_socket,
-    encode_message,
-    is_id,
-    open_requests,
-    parse_request,
-    pending_requests,
-    post_member,
-    post_reply,
-    read_object,
-)
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.reader import read_records, try_read_json, try_read_lines
 from haiprof.run_format.ring import NEVER, RING_BYTES, RING_CAPACITY, read_ring
@@ -65,7 +48,7 @@ if TYPE_CHECKING:
     from haiprof.linux.processes import Process
 
 _F_GET_SEALS = 1034  # of <linux/fcntl.h>; the module has it from Python 3.13 on
-_SEAL_SHRINK, _SEAL_GROW = 0x0002, 0x0004
+_SEALS = 0x0002 | 0x0004  # against shrinking and growing
 _ROOT = Path("/")
 
 
@@ -83,15 +66,11 @@ class _HeldRing(NamedTuple):
 def _is_ring(number: int) -> bool:
     """Whether it is sealed memory of a ring's size, whose owner we are: reading it cannot hang."""
     state = os.fstat(number)
-    if not stat.S_ISREG(state.st_mode) or state.st_size != RING_BYTES:
-        return False
-    if state.st_uid != os.geteuid():
-        return False
-    try:
-        seals = fcntl.fcntl(number, _F_GET_SEALS)
-    except OSError:  # a file of a disk
-        return False
-    return seals & (_SEAL_SHRINK | _SEAL_GROW) == _SEAL_SHRINK | _SEAL_GROW
+    is_like_one = stat.S_ISREG(state.st_mode) and state.st_size == RING_BYTES
+    if is_like_one and state.st_uid == os.geteuid():
+        with contextlib.suppress(OSError):  # a file of a disk
+            return fcntl.fcntl(number, _F_GET_SEALS) & _SEALS == _SEALS
+    return False
 
 
 def _keep(held: _HeldRing) -> None:
@@ -157,6 +136,7 @@ class Peer:
     pid: int
     """Its process id, from the kernel."""
     rank: int | None = None
+    attempt: int = 0
     name: str = ""
     """`3`, `3.1` for its second attempt; empty until it has introduced itself."""
     reported_steps: int | None = None
@@ -180,21 +160,17 @@ class Relay:
     _listener: socket.socket | None = None
     _requests: int = -1
     _seen: set[str] = field(default_factory=set)
-    _asked: dict[str, Request] = field(default_factory=dict)
+    _asked: dict[str, control.Request] = field(default_factory=dict)
     _remote: set[str] = field(default_factory=set)
     _elsewhere: set[str] = field(default_factory=set)
 
     def start(self) -> None:
         """Listens for the ranks of this node; requests from before its start are not for it."""
-        self._requests = open_requests(self.run)
-        pending_requests(self._requests, self._seen)
+        self._requests = control.open_requests(self.run)
+        control.pending_requests(self._requests, self._seen)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            folder, path = control_socket(self.run, self.host)
-            try:
-                listener.bind(path)
-            finally:
-                os.close(folder)
+            self._at_socket(listener.bind)
             listener.listen(_BACKLOG)
             listener.setblocking(False)
         except OSError:
@@ -203,13 +179,20 @@ class Relay:
             raise
         self._listener = listener
 
+    def _at_socket(self, act: Callable[[str], object]) -> None:
+        folder, path = control.control_socket(self.run, self.host)
+        try:
+            act(path)
+        finally:
+            os.close(folder)
+
     def tick(self) -> None:
         """Accepts ranks, relays new requests, and stores replies."""
         self._accept()
         for peer in list(self.peers):
             self._read(peer)
         self._end_rings()
-        for request in pending_requests(self._requests, self._seen):
+        for request in control.pending_requests(self._requests, self._seen):
             self._pass_on(request)
             if self.controller is not None:
                 self.controller.broadcast(request.as_json())
@@ -218,20 +201,21 @@ class Relay:
         if self.controller is not None:
             self._from_below(self.controller)
 
-    def _pass_on(self, request: Request) -> None:
+    def _pass_on(self, request: control.Request) -> None:
         self._asked[request.id] = request
         if len(self._asked) > _ASKED_LIMIT:
             oldest = next(iter(self._asked))
             del self._asked[oldest]
             self._remote.discard(oldest)
-        for peer in list(self.peers):  # one that is gone is dropped meanwhile
+        for peer in self.peers:  # one that is gone is dropped meanwhile, from a new list
             self._ask(peer, request)
 
     def _from_above(self, uplink: Uplink) -> None:
         """Relays requests from the controller, and announces this node's ranks to it."""
         while uplink.requests:
             with contextlib.suppress(RunFormatError):  # not of ours
-                request = parse_request(read_object(uplink.requests.popleft()), "controller")
+                asked = control.read_object(uplink.requests.popleft())
+                request = control.parse_request(asked, "controller")
                 if request.id not in self._asked and request.expires_wall_ns > time.time_ns():
                     self._remote.add(request.id)
                     self._pass_on(request)
@@ -253,18 +237,18 @@ class Relay:
             if data is None:
                 return
             with contextlib.suppress(OSError):  # full disk: the rank seems silent
-                self._note_agent(read_object(data) or {})
+                self._note_agent(control.read_object(data) or {})
 
     def _note_agent(self, message: dict[str, Any]) -> None:
         """Stores a member or a reply that conforms to the schema, and nothing else."""
-        member = conform(message.get("member"), MEMBER)
+        member = control.conform(message.get("member"), control.MEMBER)
         request_id, reply = message.get("id"), message.get("reply")
         if member is not None and self._has_room(member["name"]):
-            post_member(self.run, member["name"], member)
-        elif is_id(request_id) and request_id in self._asked and isinstance(reply, dict):
-            signed = conform(reply, REMOTE_REPLY)
+            control.post_member(self.run, member["name"], member)
+        elif control.is_id(request_id) and request_id in self._asked and isinstance(reply, dict):
+            signed = control.conform(reply, control.REMOTE_REPLY)
             if signed is not None and self._has_room(signed["name"]):
-                post_reply(self.run, str(request_id), signed["name"], reply)
+                control.post_reply(self.run, str(request_id), signed["name"], reply)
 
     def _has_room(self, name: str) -> bool:
         """Whether that rank of another node is known, or there is room for it."""
@@ -275,19 +259,14 @@ class Relay:
     def live_ranks(self) -> list[LiveRank]:
         """Each rank that is connected."""
         return [
-            LiveRank(
-                peer.rank,
-                peer.pid,
-                self.run.rank(peer.rank, int(peer.name.partition(".")[2] or 0)),
-                peer.reported_steps,
-            )
-            for peer in self.peers
-            if peer.rank is not None
+            LiveRank(p.rank, p.pid, self.run.rank(p.rank, p.attempt), p.reported_steps)
+            for p in self.peers
+            if p.rank is not None
         ]
 
     def ask_steps(self, pids: Collection[int]) -> None:
         """Asks some processes how many optimizer steps there were; `live_ranks` has the answers."""
-        question = encode_message({"id": _STEPS_ID, "kind": "status", "arguments": {}})
+        question = control.encode_message({"id": _STEPS_ID, "kind": "status", "arguments": {}})
         for peer in list(self.peers):
             if peer.pid in pids:
                 self._send(peer, question)
@@ -311,11 +290,7 @@ class Relay:
         listener.close()
         self._close_requests()
         with contextlib.suppress(OSError):
-            folder, path = control_socket(self.run, self.host)
-            try:
-                remove_file(Path(path), below=Path(path).parent)
-            finally:
-                os.close(folder)
+            self._at_socket(lambda path: remove_file(Path(path), below=Path(path).parent))
 
     def _end_rings(self, *, job_is_over: bool = False) -> None:
         """Adds what the files of processes that have ended lack; at the end lets go of the rest."""
@@ -348,12 +323,12 @@ class Relay:
             connection.setblocking(False)
             self.peers.append(Peer(connection, pid))
 
-    def _ask(self, peer: Peer, request: Request) -> None:
+    def _ask(self, peer: Peer, request: control.Request) -> None:
         if not peer.name or (request.ranks is not None and peer.rank not in request.ranks):
             return
         if request.kind == "stacks":  # a stopped process cannot answer
             self._keep(peer, request.id, {"state": "asked", "process": process_state(peer.pid)})
-        if not self._send(peer, encode_message(request.as_json())):
+        if not self._send(peer, control.encode_message(request.as_json())):
             self._keep(peer, request.id, {"state": "refused", "reason": "its requests pile up"})
 
     def _send(self, peer: Peer, packet: bytes) -> bool:
@@ -375,7 +350,7 @@ class Relay:
             except OSError:
                 packet = b""
             if packet:
-                self._take(peer, read_object(packet) or {})
+                self._take(peer, control.read_object(packet) or {})
             if peer.given >= 0:
                 os.close(peer.given)
                 peer.given = -1
@@ -384,10 +359,9 @@ class Relay:
                 return
 
     def _take(self, peer: Peer, message: dict[str, Any]) -> None:
-        hello, request_id = conform(message.get("hello"), HELLO), message.get("id")
+        hello, request_id = control.conform(message.get("hello"), control.HELLO), message.get("id")
         if hello is not None and not peer.name:
-            rank, attempt = hello["rank"], hello["attempt"]
-            peer.rank = rank
+            rank, attempt = peer.rank, peer.attempt = hello["rank"], hello["attempt"]
             peer.name = f"{rank}.{attempt}" if attempt else str(rank)
             if peer.given >= 0 and _is_ring(peer.given):
                 ticks = read_start_ticks(_ROOT, peer.pid) if peer.pid else None
@@ -402,9 +376,9 @@ class Relay:
         elif request_id == _STEPS_ID:
             steps = message.get("step")
             peer.reported_steps = steps if type(steps) is int else None
-        elif is_id(request_id) and request_id in self._asked and peer.name:
+        elif control.is_id(request_id) and request_id in self._asked and peer.name:
             content = {name: value for name, value in message.items() if name != "id"}
-            if conform(content, REPLY) is not None:
+            if control.conform(content, control.REPLY) is not None:
                 self._keep(peer, str(request_id), content)
 
     def _keep(self, peer: Peer, request_id: str, content: dict[str, Any]) -> None:
@@ -414,7 +388,7 @@ class Relay:
             self.uplink.send({"id": request_id, "reply": above})
             return
         with contextlib.suppress(OSError):  # full disk: the rank seems silent
-            post_reply(self.run, request_id, peer.name, said)
+            control.post_reply(self.run, request_id, peer.name, said)
 
     def _drop(self, peer: Peer) -> None:
         peer.connection.close()
@@ -427,7 +401,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, int]:
     The kernel closes what there is no room for. Python's `recv_fds` passes no flags on (3.11).
     """
     packet, extras, _, _ = connection.recvmsg(
-        MESSAGE_LIMIT_BYTES, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC
+        control.MESSAGE_LIMIT_BYTES, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC
     )
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
     numbers = [_INT.unpack(data)[0] for *kind, data in extras if tuple(kind) == rights]
@@ -648,11 +622,10 @@ class Agent:
             end = join(options.reach, token_file)
         except (HaiprofError, OSError) as error:
             self._reach_at = time.monotonic() + REACH_AGAIN_S
+            hint = f" ({error.hint})" if isinstance(error, HaiprofError) and error.hint else ""
+            said = f"{error}{hint}; trying again: until then requests do not reach this node"
             if not again:
-                hint = f" ({error.hint})" if isinstance(error, HaiprofError) and error.hint else ""
-                print_message(
-                    f"{error}{hint}; trying again: until then requests do not reach this node"
-                )
+                print_message(said)
             return
         if isinstance(end, Controller):
             relay.controller = end
@@ -665,14 +638,10 @@ class Agent:
         if time.monotonic() - self._started_s < options.time_s + options.warmup_s:
             return False  # it cannot be: nothing is read while a long recording goes on
         endings = [_ending(paths.events) for _, _, paths in self.run.rank_folders()]
-        if "time" not in endings:
-            return False
-        recording = [
-            report
+        return "time" in endings and not any(
+            ending is None and report.get("host") == self.host and process_exists(report.get("pid"))
             for report, ending in zip(self.reports(), endings, strict=False)
-            if ending is None and report.get("host") == self.host
-        ]
-        return not any(process_exists(report.get("pid")) for report in recording)
+        )
 
     def close(self) -> None:
         """Ends sampling, and listening to the ranks."""
@@ -693,9 +662,7 @@ class Agent:
     def note_unreported(self) -> list[dict[str, object]]:
         """Writes down, once, who should have reported in and did not."""
         reported = [report.get("pid") for report in self.reports()]
-        missing: list[dict[str, object]] = [
-            asdict(process) for process in self.unreported.values() if process.pid not in reported
-        ]
+        missing = [asdict(each) for pid, each in self.unreported.items() if pid not in reported]
         self.unreported.clear()
         for process in missing:
             append_line(self.run.node(self.host).events, {"type": "unreported", **process})

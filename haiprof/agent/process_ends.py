@@ -17,14 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from haiprof.agent.node_agent import LiveRank
-from haiprof.linux.cgroups import (
-    MEMORY_LIMIT,
-    Cgroup,
-    KernelLog,
-    memory_cgroup,
-    oom_kill_count,
-    tightest_limit,
-)
+from haiprof.linux import cgroups
 from haiprof.linux.processes import ProcessExit, ProcessTree, WatchedProcess
 from haiprof.linux.procfs import command_line, environment
 from haiprof.run_format.environment import RANK_VARIABLES, find_number
@@ -373,13 +366,13 @@ class ProcessEnds:
         self._seen: set[int] = set()
         self._labels: dict[int, int] = {}
         self._reported: dict[int, tuple[int, int]] = {}
-        self._cgroups: dict[int, Cgroup] = {}
+        self._cgroups: dict[int, cgroups.Cgroup] = {}
         self._output = JobOutput(self._events, root / "proc", self._rank_of)
         self._address_limits: dict[int, int | None] = {}
         """Bytes of address space that a process may have (`ulimit -v`), by process id; None where
         there is no limit, also where an earlier process of that id had one."""
         self._kills: dict[Path, int] = {}
-        self._log = KernelLog()
+        self._log = cgroups.KernelLog()
         self._others = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
@@ -438,10 +431,10 @@ class ProcessEnds:
             self._labels[pid] = label
         self._output.find(pid)
         self._find_address_limit(pid)
-        cgroup = memory_cgroup(pid, root=self._root)
+        cgroup = cgroups.memory_cgroup(pid, root=self._root)
         if cgroup is not None:
             self._cgroups[pid] = cgroup
-            self._kills.setdefault(cgroup.folder, oom_kill_count(cgroup) or 0)
+            self._kills.setdefault(cgroup.folder, cgroups.oom_kill_count(cgroup) or 0)
         self._watched[pid] = process
         self._epoll.register(process.fd, select.EPOLLIN | select.EPOLLONESHOT)
 
@@ -514,7 +507,7 @@ class ProcessEnds:
         while True:
             kills = self._log.new_oom_kills()
             own = next((kill for kill in kills if kill.pid == pid), None)
-            count = oom_kill_count(cgroup) if cgroup is not None else None
+            count = cgroups.oom_kill_count(cgroup) if cgroup is not None else None
             grown = 0 if count is None or cgroup is None else count - self._kills[cgroup.folder]
             if own or grown > 0 or time.monotonic() > until:
                 break
@@ -589,9 +582,9 @@ def note_launcher_gone(run: RunPaths, host: str) -> None:
     note_line(run.node(host).events, {"type": "launcher_gone", **times})
 
 
-def _limit(place: Cgroup) -> float | None:
+def _limit(place: cgroups.Cgroup) -> float | None:
     """The tightest limit of a control group and those above it; None where there is none."""
-    limit = tightest_limit(MEMORY_LIMIT, place)
+    limit = cgroups.tightest_limit(cgroups.MEMORY_LIMIT, place)
     try:
         return limit.read()
     except (OSError, ValueError):

@@ -18,17 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from haiprof.base import safe_files
 from haiprof.base.errors import RunFormatError
 from haiprof.base.messages import print_message
-from haiprof.base.safe_files import (
-    is_unfinished,
-    list_folder,
-    make_folder,
-    open_to_read,
-    remove_file,
-    remove_folder,
-    whole_file,
-)
 from haiprof.base.subcommand import end_child
 from haiprof.base.version import PACKAGE
 from haiprof.linux.procfs import process_exists
@@ -61,7 +53,7 @@ def main(words: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that we clean up
     step_back()
     node = run.node(host)
-    make_folder(node.root, below=run.root, trusted=True)
+    safe_files.make_folder(node.root, below=run.root, trusted=True)
 
     def note(line: Mapping[str, object]) -> None:
         note_line(node.events, {"time_ns": time.perf_counter_ns(), **line})
@@ -88,10 +80,10 @@ def _finish(part: Part, note: Note) -> bool:
     stem, run = part.stem.text, part.run.root
     try:
         sidecar = part.sidecar_content()
-        for name in list_folder(part.run.traces, below=run):
-            if any(is_unfinished(name, of=path.name) for path in (part.trace, part.et)):
+        for name in safe_files.list_folder(part.run.traces, below=run):
+            if any(safe_files.is_unfinished(name, of=path.name) for path in (part.trace, part.et)):
                 # Of one that was killed; this part is ours now.
-                remove_file(part.run.traces / name, below=run)
+                safe_files.remove_file(part.run.traces / name, below=run)
         raw_bytes = _compress(
             part.raw, part.trace, sidecar.get("raw_bytes"), run=run, pieces=_with_phases(sidecar)
         )
@@ -111,7 +103,7 @@ def _finish(part: Part, note: Note) -> bool:
         return False
     note({"type": "trace_written", "stem": stem, **line})
     for path in (part.raw, part.et_raw, part.sidecar):  # the sidecar last: it marks the part
-        remove_file(path, below=run)
+        safe_files.remove_file(path, below=run)
     return True
 
 
@@ -128,7 +120,7 @@ def remove_torn(run: RunPaths, note: Note, *, host: str) -> None:
         path = run.trace_parts / name
         with suppress(OSError):
             size = path.lstat().st_size
-            remove_file(path, below=run.root)
+            safe_files.remove_file(path, below=run.root)
             torn[stem.text] = torn.get(stem.text, 0) + size
     for text, size in torn.items():
         reason = "the process ended before its trace was whole"
@@ -162,7 +154,7 @@ def _compress(
     None where it is gone because the finished one is there.
     """
     try:
-        source = open_to_read(raw, below=run)
+        source = safe_files.open_to_read(raw, below=run)
     except FileNotFoundError:
         if finished.exists():
             return None
@@ -171,7 +163,7 @@ def _compress(
         size = os.fstat(source).st_size
         if type(expected) is int and expected != size:
             raise _DamagedError(f"{size} bytes, but the rank wrote {expected}")
-        with whole_file(finished, below=run) as target:
+        with safe_files.whole_file(finished, below=run) as target:
             packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_BITS)
             for piece in pieces(file):
                 target.write(packer.compress(piece))
@@ -185,7 +177,7 @@ def _compress(
 def _claim(part: Part) -> Iterator[bool]:
     """Locks a part; the kernel releases the lock when this process dies."""
     try:
-        fd = open_to_read(part.sidecar, below=part.run.root)
+        fd = safe_files.open_to_read(part.sidecar, below=part.run.root)
     except OSError:
         yield False  # finished meanwhile
         return
@@ -342,8 +334,8 @@ class Finisher:
             return
         with suppress(OSError):  # read-only by now, or somebody has just written into it
             for name in names:
-                remove_file(folder / name, below=self.run.root)
-            remove_folder(folder, below=self.run.root)
+                safe_files.remove_file(folder / name, below=self.run.root)
+            safe_files.remove_folder(folder, below=self.run.root)
 
     def _may_run(self, found: tuple[int, int, RankPaths]) -> bool:
         """Whether a rank still runs; one of another host may."""

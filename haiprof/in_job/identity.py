@@ -67,14 +67,9 @@ def process_details() -> dict[str, Any]:
     """Who this process is, as every file that it leaves begins."""
     rank, world = rank_and_world()
     return {
-        "version": SCHEMA_VERSION,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "rank": rank,
-        "world_size": world,
-        "local_rank": local_rank(),
-        "restart": restart(),
-    }
+        "version": SCHEMA_VERSION, "host": socket.gethostname(), "pid": os.getpid(), "rank": rank,
+        "world_size": world, "local_rank": local_rank(), "restart": restart(),
+    }  # fmt: skip
 
 
 def claim_folder(run: RunPaths, rank: int) -> tuple[int, RankPaths]:

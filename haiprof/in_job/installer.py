@@ -135,14 +135,10 @@ class Installer:
             lazy_call: Any = torch.cuda._lazy_call  # which has no types
             lazy_call(self._cuda_started)
         self.recorder.installed = replace(
-            self.recorder.installed,
-            uninstall=self.uninstall,
-            restart_in_fork=self._restart,
-            calibrate=self.calibrate,
-            settings_lines=self._settings_lines,
-            training_thread=lambda: self.state.owner,
-            works_untrained=self._works_untrained,
-        )
+            self.recorder.installed, uninstall=self.uninstall, restart_in_fork=self._restart,
+            calibrate=self.calibrate, settings_lines=self._settings_lines,
+            training_thread=lambda: self.state.owner, works_untrained=self._works_untrained,
+        )  # fmt: skip
 
     def uninstall(self) -> None:
         """Puts the originals back; what somebody wrapped again stays, and is inert."""

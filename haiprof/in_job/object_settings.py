@@ -343,14 +343,10 @@ class RootDescriber:
             return None
         family = self._families.setdefault(id(parameters[0]), len(self._families))
         return {
-            "type": "root",
-            "name": type(module).__name__,
-            "module_count": module_count,
-            "parameter_count": _parameter_count(parameters),
-            "family": family,
-            "autocast": _autocast_dtype(),
-            "python_profiler": sys.getprofile() is not None,
-        }
+            "type": "root", "name": type(module).__name__, "module_count": module_count,
+            "parameter_count": _parameter_count(parameters), "family": family,
+            "autocast": _autocast_dtype(), "python_profiler": sys.getprofile() is not None,
+        }  # fmt: skip
 
 
 def _autocast_dtype() -> str | None:

@@ -127,16 +127,12 @@ class Settings:
         """The counts so far; see `run_format.setting_lines.SEEN_FIELDS`."""
         file, line, function = self.pauses.asked_at()
         return {
-            "type": SEEN,
-            "time_ns": _now(),
+            "type": SEEN, "time_ns": _now(),
             **{f"{name}_count": n for name, n in {**self._counts, **self.masks()}.items()},
-            "kept_graph_count": self.kept_graphs(),
-            "collect_count": self.pauses.asked_count,
-            "collect_ns": sum(self.pauses.asked_ns.copy().values()),
-            "collect_file": file,
-            "collect_line": line,
-            "collect_function": function,
-        }
+            "kept_graph_count": self.kept_graphs(), "collect_count": self.pauses.asked_count,
+            "collect_ns": sum(self.pauses.asked_ns.copy().values()), "collect_file": file,
+            "collect_line": line, "collect_function": function,
+        }  # fmt: skip
 
     def _profiles(self) -> bool:
         """torch.profiler and torch.autograd.profiler say so in the same place."""

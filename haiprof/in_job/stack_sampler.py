@@ -193,14 +193,9 @@ class StackSampler:
     def header(self, worker: int | None = None) -> dict[str, Any]:
         """The first line of this process."""
         return {
-            "type": HEADER,
-            "version": STACKS_VERSION,
-            "pid": os.getpid(),
-            "worker": worker,
-            "time_ns": _now(),
-            "hz": self.hz,
-            "libraries": self._libraries,
-        }
+            "type": HEADER, "version": STACKS_VERSION, "pid": os.getpid(), "worker": worker,
+            "time_ns": _now(), "hz": self.hz, "libraries": self._libraries,
+        }  # fmt: skip
 
     def take_line(self) -> dict[str, Any] | None:
         """What was sampled since the last time, as a line; None where there is nothing."""
@@ -212,20 +207,16 @@ class StackSampler:
             return None
         first = samples[0].time_ns
         line = {
-            "type": SAMPLES,
-            "pid": os.getpid(),
-            "time_ns": first,
-            **self._tree.take_definitions(),
+            "type": SAMPLES, "pid": os.getpid(), "time_ns": first, **self._tree.take_definitions(),
             "offset_us": [(s.time_ns - first) // _NS_PER_US for s in samples],
             "late_us": [(s.time_ns - s.due_ns) // _NS_PER_US for s in samples],
             "stack": [s.stack for s in samples],
             "lock_wait": "".join(LOCK_STATES[s.lock_state] for s in samples),
             "wait": "".join(WAIT_LETTERS[s.wait] for s in samples),
             "run_us": [s.cpu_ns // _NS_PER_US for s in samples],
-            "queue_us": [s.queue_ns // _NS_PER_US for s in samples],
-            "cpu_ns": self.totals[2],
+            "queue_us": [s.queue_ns // _NS_PER_US for s in samples], "cpu_ns": self.totals[2],
             "held_ns": self.totals[3] + self.totals[4],
-        }
+        }  # fmt: skip
         for name, unknown in _UNKNOWN.items():
             if set(line[name]) == {unknown}:
                 del line[name]

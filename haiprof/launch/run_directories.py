@@ -54,16 +54,12 @@ def create_run(
         root = root.absolute()
         cwd = os.getcwd()
         manifest = Manifest(
-            haiprof_version=__version__,
-            name=name,
-            command=mask_command(command),
-            options=options.as_json(),
-            cwd=cwd,
-            environment=at_launch(cwd, environ),
+            haiprof_version=__version__, name=name, command=mask_command(command),
+            options=options.as_json(), cwd=cwd, environment=at_launch(cwd, environ),
             host=socket.gethostname(),
             launcher_pid=os.getpid() if launcher_pid is None else launcher_pid,
             start_wall_ns=time.time_ns(),
-        )
+        )  # fmt: skip
         for attempt in range(1, _MAX_REPEATS):
             run = RunPaths(root if attempt == 1 else root.with_name(f"{root.name}-{attempt}"))
             check_carried(run)

@@ -11,18 +11,8 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from haiprof.linux import procfs
 from haiprof.linux.process_files import stat_fields
-from haiprof.linux.procfs import (
-    TICK_NS,
-    ProcessReading,
-    command_line,
-    environment,
-    is_mine,
-    process_ids,
-    read_parent,
-    read_start_ticks,
-    user_id,
-)
 from haiprof.linux.readings import Unavailable
 
 # linux/pidfd.h: PIDFD_GET_INFO, and its struct of version 0 with the exit code at its end.
@@ -53,8 +43,8 @@ class WatchedProcess:
         self.pid = pid
         self._root = root
         self.fd = os.pidfd_open(pid)
-        self.start_ticks = read_start_ticks(root, pid)
-        self.parent = read_parent(root, pid)
+        self.start_ticks = procfs.read_start_ticks(root, pid)
+        self.parent = procfs.read_parent(root, pid)
 
     def read_exit(self) -> ProcessExit:
         """How it ended, once its descriptor is readable.
@@ -94,7 +84,7 @@ class WatchedProcess:
 
     def _from_zombie(self) -> int | None:
         """The wait status, as long as its parent has not asked for it."""
-        if os.geteuid() not in (0, user_id(self.pid, proc=self._root / "proc")):
+        if os.geteuid() not in (0, procfs.user_id(self.pid, proc=self._root / "proc")):
             return None  # the kernel shows that of others as 0
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = stat_fields(f"{self._root}/proc/{self.pid}")
@@ -139,13 +129,13 @@ class ProcessTree:
         if self._refresh_count % _FORGET_AFTER == 0:
             self._parents = {}
         self._refresh_count += 1
-        alive = set(process_ids(self._root / "proc"))
+        alive = set(procfs.process_ids(self._root / "proc"))
         new = alive - self._parents.keys()
         if not new and len(alive) == len(self._parents):
             return
         self._parents = {pid: self._parents[pid] for pid in alive - new}
         for pid in new:
-            parent = read_parent(self._root, pid)
+            parent = procfs.read_parent(self._root, pid)
             if parent is not None:
                 self._parents[pid] = parent
         self._children = {}
@@ -183,15 +173,17 @@ class Family:
     def __init__(self, pid: int, start_ticks: int) -> None:
         self.pid = pid
         self.start_ticks = start_ticks
-        self._members: dict[int, ProcessReading] = {}  # at the last update, parents before children
-        self._pending: dict[int, ProcessReading] = {}  # gone, and no wait for them seen yet
+        self._members: dict[
+            int, procfs.ProcessReading
+        ] = {}  # at the last update, parents before children
+        self._pending: dict[int, procfs.ProcessReading] = {}  # gone, and no wait for them seen yet
         self._carried: _Counters = _ZERO  # of those that were never waited for
         self._highest: _Counters = _ZERO
 
     def update(
         self,
         children: Mapping[int, list[int]],
-        read: Callable[[int], ProcessReading | None],
+        read: Callable[[int], procfs.ProcessReading | None],
         *,
         others: Container[int] = (),
     ) -> FamilyTotals | None:
@@ -212,25 +204,20 @@ class Family:
         running = [each for each in members.values() if each.running]
         unread = (each.io_missing for each in running if each is not main and each.io_missing)
         return FamilyTotals(
-            process_count=len(running),
-            cpu_ns=cpu_ns,
-            cpu_main_ns=main.own_ticks * TICK_NS,
-            rss_bytes=sum(each.rss_bytes for each in running),
-            minor_faults=minor_faults,
-            major_faults=major_faults,
-            thread_count=sum(each.thread_count for each in running),
+            process_count=len(running), cpu_ns=cpu_ns, cpu_main_ns=main.own_ticks * procfs.TICK_NS,
+            rss_bytes=sum(each.rss_bytes for each in running), minor_faults=minor_faults,
+            major_faults=major_faults, thread_count=sum(each.thread_count for each in running),
             io_bytes=main.io_bytes and (moved[0], moved[1], moved[2], moved[3]),
-            io_missing=main.io_missing,
-            child_io_missing=next(unread, None),
-        )
+            io_missing=main.io_missing, child_io_missing=next(unread, None),
+        )  # fmt: skip
 
     def _read_members(
         self,
-        main: ProcessReading,
+        main: procfs.ProcessReading,
         children: Mapping[int, list[int]],
-        read: Callable[[int], ProcessReading | None],
+        read: Callable[[int], procfs.ProcessReading | None],
         others: Container[int],
-    ) -> dict[int, ProcessReading]:
+    ) -> dict[int, procfs.ProcessReading]:
         """The descendants, and known members that lost their parent; parents first."""
         members = {main.pid: main}
         queue = [main.pid]
@@ -246,7 +233,7 @@ class Family:
                 members[pid] = reading
         return members
 
-    def _settle(self, members: Mapping[int, ProcessReading]) -> None:
+    def _settle(self, members: Mapping[int, procfs.ProcessReading]) -> None:
         """Decides for members that are gone whether another one has inherited their counters."""
         gone = {pid: r for pid, r in self._members.items() if not _is_same(members.get(pid), r)}
         lost = {**self._pending, **gone}
@@ -268,7 +255,7 @@ class Family:
         self._pending = still_pending
 
 
-def _is_same(reading: ProcessReading | None, known: ProcessReading) -> bool:
+def _is_same(reading: procfs.ProcessReading | None, known: procfs.ProcessReading) -> bool:
     return reading is not None and reading.start_ticks == known.start_ticks
 
 
@@ -283,9 +270,9 @@ def _find_heir(pid: int, members: Container[int], parents: Mapping[int, int]) ->
     return None
 
 
-def _counters(reading: ProcessReading) -> _Counters:
+def _counters(reading: procfs.ProcessReading) -> _Counters:
     faults = (reading.faults, reading.major_faults)
-    return (reading.total_ticks * TICK_NS, *faults, *(reading.io_bytes or (0, 0, 0, 0)))
+    return (reading.total_ticks * procfs.TICK_NS, *faults, *(reading.io_bytes or (0, 0, 0, 0)))
 
 
 HELPERS = (
@@ -353,7 +340,7 @@ def jobs_below(pid: int, *, proc: Path = Path("/proc")) -> list[int]:
     tree.refresh()
     found, left = [], [pid]
     for each in left:
-        if is_launcher(command_line(each, proc=proc)) or _process(each, proc) is not None:
+        if is_launcher(procfs.command_line(each, proc=proc)) or _process(each, proc) is not None:
             found.append(each)
         else:
             left += [child for child in tree.children.get(each, ()) if child != pid]
@@ -368,8 +355,8 @@ def is_launcher(command: Iterable[str]) -> bool:
 
 def _process(pid: int, proc: Path) -> Process | None:
     """None for helpers, for processes without torch, and for those that have ended."""
-    command = command_line(pid, proc=proc)
-    if not is_mine(pid, proc=proc) or any(h in word for word in command for h in HELPERS):
+    command = procfs.command_line(pid, proc=proc)
+    if not procfs.is_mine(pid, proc=proc) or any(h in word for word in command for h in HELPERS):
         return None
     if is_launcher(command):
         return None  # its ranks may not have loaded torch yet
@@ -378,18 +365,14 @@ def _process(pid: int, proc: Path) -> Process | None:
             maps = file.read(_MAPS_LIMIT_BYTES)
     except OSError:
         return None
-    parent, ticks = read_parent(proc.parent, pid), read_start_ticks(proc.parent, pid)
+    parent, ticks = procfs.read_parent(proc.parent, pid), procfs.read_start_ticks(proc.parent, pid)
     if b"libtorch" not in maps or parent is None or ticks is None:
         return None
     version = _PYTHON.search(maps)
     return Process(
-        pid=pid,
-        parent=parent,
-        start_ticks=ticks,
-        command=tuple(command),
-        environ=environment(pid, proc=proc),
-        python=int(version[1]) if version else None,
-    )
+        pid=pid, parent=parent, start_ticks=ticks, command=tuple(command),
+        environ=procfs.environment(pid, proc=proc), python=int(version[1]) if version else None,
+    )  # fmt: skip
 
 
 def _number(text: str | None) -> int | None:

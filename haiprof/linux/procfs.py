@@ -145,13 +145,9 @@ def file_reading(
     """A reading of one file that stays open."""
     file = ProcFile(path)
     return Reading(
-        columns=tuple(columns),
-        origin=str(path),
-        read=lambda: parse(file.read()),
-        lacking=lacking,
-        remedy=remedy,
-        close=file.close,
-    )
+        columns=tuple(columns), origin=str(path), read=lambda: parse(file.read()), lacking=lacking,
+        remedy=remedy, close=file.close,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,20 +191,14 @@ def read_process(root: Path, pid: int) -> ProcessReading | None:
         own = int(fields[11]) + int(fields[12])
         waited_faults = int(fields[8])
         return ProcessReading(
-            pid=pid,
-            parent=int(fields[1]),
-            start_ticks=int(fields[19]),
-            running=fields[0] not in (b"Z", b"X", b"x"),
-            own_ticks=own,
+            pid=pid, parent=int(fields[1]), start_ticks=int(fields[19]),
+            running=fields[0] not in (b"Z", b"X", b"x"), own_ticks=own,
             total_ticks=own + int(fields[13]) + int(fields[14]),
-            faults=int(fields[7]) + waited_faults,
-            major_faults=int(fields[9]) + int(fields[10]),
-            waited_faults=waited_faults,
-            rss_bytes=rss_bytes,
-            thread_count=int(fields[17]),
+            faults=int(fields[7]) + waited_faults, major_faults=int(fields[9]) + int(fields[10]),
+            waited_faults=waited_faults, rss_bytes=rss_bytes, thread_count=int(fields[17]),
             io_bytes=None if isinstance(io_result, Unavailable) else io_result,
             io_missing=io_result if isinstance(io_result, Unavailable) else None,
-        )
+        )  # fmt: skip
     except (OSError, ValueError, IndexError):
         return None
 

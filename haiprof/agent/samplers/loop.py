@@ -238,13 +238,9 @@ class SamplingLoop:
     def __post_init__(self) -> None:
         self._paths = self.run_paths.node(self.host)
         self._surroundings = Node(
-            run=self.run_paths,
-            host=self.host,
-            root=self.root,
-            nvml=self.nvml,
-            clock=self.clock,
+            run=self.run_paths, host=self.host, root=self.root, nvml=self.nvml, clock=self.clock,
             reports=RankReports(self.run_paths.ranks, clock=self.clock, fresh_ns=_LIST_NS),
-        )
+        )  # fmt: skip
 
     def run(self, stop: threading.Event) -> None:
         """Samples now, then at every interval, and once more when `stop` is set."""

@@ -313,14 +313,9 @@ _BLACKWELL = 10  # nvmlDeviceArchitecture_t of the first GPUs with NVLink 5
 
 # nvmlValueType_t, nvml.h: the member of the union, and the value that stands for "none"
 _MEMBERS = {
-    0: ("dVal", None),
-    1: ("uiVal", (1 << 32) - 1),
-    2: ("ulVal", (1 << 64) - 1),
-    3: ("ullVal", (1 << 64) - 1),
-    4: ("sllVal", None),
-    5: ("siVal", None),
-    6: ("usVal", None),
-}
+    0: ("dVal", None), 1: ("uiVal", (1 << 32) - 1), 2: ("ulVal", (1 << 64) - 1),
+    3: ("ullVal", (1 << 64) - 1), 4: ("sllVal", None), 5: ("siVal", None), 6: ("usVal", None),
+}  # fmt: skip
 _WIDE_TYPES = (2, 3, 4)
 _I64_END = 1 << 63
 

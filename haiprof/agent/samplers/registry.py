@@ -61,16 +61,10 @@ def survey(node: Node, kinds: Iterable[type[TableSampler]] = SAMPLERS) -> list[C
 def counter_row(state: CounterState) -> dict[str, Any]:
     """One counter as `haiprof doctor --json` prints it; `name` is `<sampler>.<metric>`."""
     return {
-        "name": f"{state.source}.{state.metric}",
-        "entity": state.entity,
-        "status": state.status,
-        "value": state.value,
-        "unit": state.unit,
-        "source": state.origin,
-        "read_ns": state.read_ns,
-        "reason": state.reason,
-        "remedy": state.remedy,
-    }
+        "name": f"{state.source}.{state.metric}", "entity": state.entity, "status": state.status,
+        "value": state.value, "unit": state.unit, "source": state.origin, "read_ns": state.read_ns,
+        "reason": state.reason, "remedy": state.remedy,
+    }  # fmt: skip
 
 
 def _of_kind(kind: type[TableSampler], node: Node) -> list[CounterState]:
@@ -225,15 +219,11 @@ def software(root: Path = Path("/")) -> Software:
     lines = (read_text(root / "proc/self/cgroup") or "").splitlines()
     versions = {"v2" if line.startswith("0:") else "v1" for line in lines}
     return Software(
-        host=socket.gethostname(),
-        kernel=f"{platform.system()} {platform.release()}",
-        cgroup=" + ".join(sorted(versions)) or None,
-        python=platform.python_version(),
-        executable=sys.executable,
-        torch=_version("torch"),
-        nvidia_driver=driver.group(1) if driver else None,
-        nvidia_ml_py=_version("nvidia-ml-py"),
-    )
+        host=socket.gethostname(), kernel=f"{platform.system()} {platform.release()}",
+        cgroup=" + ".join(sorted(versions)) or None, python=platform.python_version(),
+        executable=sys.executable, torch=_version("torch"),
+        nvidia_driver=driver.group(1) if driver else None, nvidia_ml_py=_version("nvidia-ml-py"),
+    )  # fmt: skip
 
 
 def _version(package: str) -> str | None:

@@ -132,17 +132,12 @@ class CounterState:
             value = Unavailable(f"{origin}: no value", status="unsupported")
         why = value if isinstance(value, Unavailable) else None
         return cls(
-            source=source,
-            entity=entity,
-            metric=column.name,
-            unit=column.unit,
+            source=source, entity=entity, metric=column.name, unit=column.unit,
             status="available" if why is None else why.status,
-            value=None if isinstance(value, Unavailable) else value,
-            origin=origin,
-            read_ns=read_ns if why is None else None,
-            reason="" if why is None else why.reason,
+            value=None if isinstance(value, Unavailable) else value, origin=origin,
+            read_ns=read_ns if why is None else None, reason="" if why is None else why.reason,
             remedy="" if why is None else why.remedy,
-        )
+        )  # fmt: skip
 
 
 _NO_RUN = RunPaths(Path(os.devnull))  # no folder can be below it: nobody reports in

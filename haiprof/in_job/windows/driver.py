@@ -387,17 +387,10 @@ def _config(
     if not (0 < count <= _MAX_STEPS and min(window, first, limit_bytes) >= 0 and inside):
         return None
     return {
-        **config,
-        **seconds,
-        "count": count,
-        "steps": [first, first + count] if first else None,
-        "window": window,
-        "limit_bytes": limit_bytes,
-        "repeat": 1,
-        "request": request_id,
-        "step_ns": recorder.step_ns,
-        "valid_s": seconds["valid_s"] or None,
-    }
+        **config, **seconds, "count": count, "steps": [first, first + count] if first else None,
+        "window": window, "limit_bytes": limit_bytes, "repeat": 1, "request": request_id,
+        "step_ns": recorder.step_ns, "valid_s": seconds["valid_s"] or None,
+    }  # fmt: skip
 
 
 def _refusal(reason: str) -> dict[str, Any]:

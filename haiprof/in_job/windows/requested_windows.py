@@ -75,13 +75,9 @@ class WindowFiles:
             raise OSError(27, "larger than a file may be (ulimit -f)", str(self.raw_draft))
         et_bytes = self.et_draft.stat().st_size if execution_trace else None
         content = {
-            **process_details(),
-            "stem": self.stem,
-            "event_count": None,
-            **details,
-            "raw_bytes": raw_bytes,
-            "et_bytes": et_bytes,
-        }
+            **process_details(), "stem": self.stem, "event_count": None, **details,
+            "raw_bytes": raw_bytes, "et_bytes": et_bytes,
+        }  # fmt: skip
         rename(self.raw_draft, self._folder / f"{self.stem}{RAW_SUFFIX}", below=self._root)
         if execution_trace:
             rename(self.et_draft, self._folder / f"{self.stem}{ET_RAW_SUFFIX}", below=self._root)
@@ -182,17 +178,11 @@ class Recording:
         self.stopped = True
         identity, (rank, world) = torch_facts(), rank_and_world()
         own = {
-            "run": self._context.recorder.run.root.name,
-            "rank": rank,
-            "world_size": world,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "gpu_uuid": identity["gpu_uuid"],
-            "torch": identity["torch"],
-            "clock": asdict(self.clock),
-            **({} if lines is None else {"lines": lines}),
-            **details,
-        }
+            "run": self._context.recorder.run.root.name, "rank": rank, "world_size": world,
+            "host": socket.gethostname(), "pid": os.getpid(), "gpu_uuid": identity["gpu_uuid"],
+            "torch": identity["torch"], "clock": asdict(self.clock),
+            **({} if lines is None else {"lines": lines}), **details,
+        }  # fmt: skip
         # As torch writes it itself where torch.distributed is on.
         shared = {"rank": rank, "world_size": world, "backend": None}
         self.session.stop({"distributedInfo": shared, "haiprof": own})
@@ -201,20 +191,13 @@ class Recording:
         """Writes trace and sidecar; the sidecar's content."""
         export_ns = self.session.save(self.files.raw_draft)
         content = {
-            "attempt": self._context.recorder.attempt,
-            "gpu_uuid": torch_facts()["gpu_uuid"],
-            "start_mono_ns": self.clock.mono_ns,
-            "end_mono_ns": self.end_ns,
-            "start_wall_ns": self.clock.wall_ns,
-            "options": asdict(self.what),
-            "remark": self.remark,
-            **self.phases.as_json(self.clock),
-            "setup_ns": self.session.setup_ns,
-            "start_ns": self.session.start_ns,
-            "stop_ns": self.session.stop_ns,
-            "export_ns": export_ns,
-            **details,
-        }
+            "attempt": self._context.recorder.attempt, "gpu_uuid": torch_facts()["gpu_uuid"],
+            "start_mono_ns": self.clock.mono_ns, "end_mono_ns": self.end_ns,
+            "start_wall_ns": self.clock.wall_ns, "options": asdict(self.what),
+            "remark": self.remark, **self.phases.as_json(self.clock),
+            "setup_ns": self.session.setup_ns, "start_ns": self.session.start_ns,
+            "stop_ns": self.session.stop_ns, "export_ns": export_ns, **details,
+        }  # fmt: skip
         with hold_size_signal():
             return self.files.finish(content, execution_trace=self.with_et)
 

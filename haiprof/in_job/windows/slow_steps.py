@@ -196,13 +196,9 @@ class KeepSlow(Windows):
         held, wanted = self._held, self._is_held_wanted()  # first: it is the earlier one
         kept = slow is not None and not self.over and self._schedule.is_kept(first, slow=True)
         details = {
-            "window": self._schedule.window_count,
-            "reason": "slow",
-            "request": None,
-            "steps": [first, number],
-            "slow_step": slow,
-            "cut": cut,
-        }
+            "window": self._schedule.window_count, "reason": "slow", "request": None,
+            "steps": [first, number], "slow_step": slow, "cut": cut,
+        }  # fmt: skip
         try:
             recording.stop(details)
             self._account(recording)

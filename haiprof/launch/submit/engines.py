@@ -477,15 +477,11 @@ def ray_driver(spec: JobSpec) -> str:
     """The driver, whole: what it starts is data in it, and never passes through a shell."""
     gpus = {"GPU": spec.gpus_per_node} if spec.gpus_per_node else {}
     return _DRIVER.format(
-        name=spec.name,
-        nodes=spec.nodes,
-        port=STATIC_PORT,
-        resources={"CPU": spec.cpus_per_node or 1, **gpus},
-        environment=dict(spec.environment),
-        haiprof=["haiprof", *haiprof_words(spec)],
-        torchrun=["torchrun", *rank_words(spec)],
+        name=spec.name, nodes=spec.nodes, port=STATIC_PORT,
+        resources={"CPU": spec.cpus_per_node or 1, **gpus}, environment=dict(spec.environment),
+        haiprof=["haiprof", *haiprof_words(spec)], torchrun=["torchrun", *rank_words(spec)],
         script=script_words(spec),
-    )
+    )  # fmt: skip
 
 
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -506,17 +502,12 @@ def sbatch_options(spec: JobSpec) -> dict[str, str]:
     """Options of sbatch by name; empty text for a switch."""
     gpus = f"{spec.gpu_type}:{spec.gpus_per_node}" if spec.gpu_type else spec.gpus_per_node
     named: dict[str, object] = {
-        "job-name": spec.name,
-        "nodes": spec.nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-node": gpus if spec.gpus_per_node else None,
-        "cpus-per-task": spec.cpus_per_node,
-        "time": spec.time_limit,
-        "partition": spec.partition,
-        "account": spec.account,
+        "job-name": spec.name, "nodes": spec.nodes, "ntasks-per-node": 1,
+        "gpus-per-node": gpus if spec.gpus_per_node else None, "cpus-per-task": spec.cpus_per_node,
+        "time": spec.time_limit, "partition": spec.partition, "account": spec.account,
         "requeue" if spec.requeue else "no-requeue": "",
         "open-mode": "append" if spec.requeue else None,
-    }
+    }  # fmt: skip
     return {k: str(v) for k, v in named.items() if v is not None} | dict(spec.directives)
 
 

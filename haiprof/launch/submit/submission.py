@@ -337,16 +337,10 @@ def _last_words(error: Exception) -> str:
 
 # Flag by field of what not every engine takes.
 _FLAGS = {
-    "gpu_type": "--gpu-type",
-    "cpus_per_node": "--cpus-per-node",
-    "time_limit_s": "--time-limit",
-    "requeue": "--requeue",
-    "partition": "--partition",
-    "account": "--account",
-    "directives": "--sbatch",
-    "image": "--image",
-    "claim": "--claim",
-}
+    "gpu_type": "--gpu-type", "cpus_per_node": "--cpus-per-node", "time_limit_s": "--time-limit",
+    "requeue": "--requeue", "partition": "--partition", "account": "--account",
+    "directives": "--sbatch", "image": "--image", "claim": "--claim",
+}  # fmt: skip
 _SLURM = frozenset(
     {"gpu_type", "cpus_per_node", "time_limit_s", "requeue", "partition", "account", "directives"}
 )
