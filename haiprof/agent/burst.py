@@ -106,12 +106,9 @@ def find_nsys(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | Re
 
 
 def probe_nsys(
-    path: str,
-    environ: Mapping[str, str],
-    *,
-    in_child: Callable[[], None] | None = None,
+    path: str, environ: Mapping[str, str], *, in_child: Callable[[], None] | None = None,
     timeout_s: float = PROBE_TIMEOUT_S,
-) -> Nsys | Refusal:
+) -> Nsys | Refusal:  # fmt: skip
     """Asks nsys which GPUs it may sample; it takes about a second."""
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles"):
         return Refusal("CUDA_VISIBLE_DEVICES leaves the job no GPU", "let the job see a GPU")
@@ -189,13 +186,9 @@ _GUARD = 'trap "kill -KILL 0" TERM; "$@" & wait $!'
 
 
 def prepare_burst(
-    environ: Mapping[str, str],
-    *,
-    log_dir: Path,
-    options: Options,
-    in_child: Callable[[], None] | None = None,
-    root: Path = Path("/"),
-) -> Nsys | Refusal:
+    environ: Mapping[str, str], *, log_dir: Path, options: Options,
+    in_child: Callable[[], None] | None = None, root: Path = Path("/"),
+) -> Nsys | Refusal:  # fmt: skip
     """Checks before the job starts whether a burst is possible here."""
     path = find_nsys(environ, root=root)
     nsys = path if isinstance(path, Refusal) else probe_nsys(path, environ, in_child=in_child)

@@ -143,15 +143,12 @@ def machine() -> dict[str, Any]:
     """This node: kernel, CPU, cores, memory, NVIDIA driver; None where unknown."""
     system = os.uname()
     return {
-        "host": system.nodename,
-        "kernel": system.release,
-        "architecture": system.machine,
-        "cpu_model": _field("/proc/cpuinfo", "model name"),
-        "cpu_count": os.cpu_count(),
+        "host": system.nodename, "kernel": system.release, "architecture": system.machine,
+        "cpu_model": _field("/proc/cpuinfo", "model name"), "cpu_count": os.cpu_count(),
         "allowed_cpu_count": len(os.sched_getaffinity(0)),
         "memory": _field("/proc/meminfo", "MemTotal"),
         "nvidia_driver": _field("/proc/driver/nvidia/version", "NVRM version"),
-    }
+    }  # fmt: skip
 
 
 def _field(path: str, name: str) -> str | None:

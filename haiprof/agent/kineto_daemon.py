@@ -171,13 +171,10 @@ def is_alive(address: str) -> bool:
 
 _UNREADABLE = "\n\r#"  # Kineto's parser: lines, and comments
 SWITCHES = {
-    "stacks": "PROFILE_WITH_STACK",
-    "shapes": "PROFILE_REPORT_INPUT_SHAPES",
-    "memory": "PROFILE_PROFILE_MEMORY",
-    "flops": "PROFILE_WITH_FLOPS",
-    "modules": "PROFILE_WITH_MODULES",
-    "sync": "ACTIVITIES_DISPLAY_CUDA_SYNC_WAIT_EVENTS",
-}
+    "stacks": "PROFILE_WITH_STACK", "shapes": "PROFILE_REPORT_INPUT_SHAPES",
+    "memory": "PROFILE_PROFILE_MEMORY", "flops": "PROFILE_WITH_FLOPS",
+    "modules": "PROFILE_WITH_MODULES", "sync": "ACTIVITIES_DISPLAY_CUDA_SYNC_WAIT_EVENTS",
+}  # fmt: skip
 """Options of a trace by name, with Kineto's key. Source: libkineto Config.cpp; dynolog's client."""
 WARMUP_S = 1
 WARMUP_STEPS = 3

@@ -349,14 +349,9 @@ class ProcessEnds:
     """Watches the processes of the job on this node."""
 
     def __init__(
-        self,
-        run: RunPaths,
-        host: str,
-        job_pid: int,
-        *,
-        root: Path = Path("/"),
+        self, run: RunPaths, host: str, job_pid: int, *, root: Path = Path("/"),
         on_end: Callable[[Mapping[str, Any]], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._on_end = on_end
         self._events = run.node(host).events
         self._job_pid, self._root = job_pid, root

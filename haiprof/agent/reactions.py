@@ -252,13 +252,10 @@ def _of_snapshot(found: Mapping[str, Any]) -> dict[str, Any]:
     if all(suspect["rank"] in saving for suspect in suspects):
         suspects = []
     return {
-        "state": "done",
-        "path": found.get("path"),
-        "moves": found.get("moves"),
-        "saving": saving,
+        "state": "done", "path": found.get("path"), "moves": found.get("moves"), "saving": saving,
         "suspects": suspects[:_MOST_SUSPECTS],
         "all_at": None if suspects or saving else _common_line(found.get("ranks")),
-    }
+    }  # fmt: skip
 
 
 def _common_line(ranks: object) -> str | None:

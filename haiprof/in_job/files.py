@@ -94,21 +94,14 @@ class RankFiles:
         """Cumulative cost: spans times their price, CPU time of our threads, training held up."""
         now = _now()
         writers = [w for w in (self._phases, self._device) if w is not None]
-        self.note(
-            {
-                "type": "cost",
-                "time_ns": now,
-                "elapsed_ns": now - (started_ns or now),
-                "event_count": self.event_count,
-                "event_ns": self.event_ns,
-                "module_call_ns": self.module_call_ns,
-                "drain_cpu_ns": self.drain_cpu_ns,
-                "sampling_cpu_ns": self.sampling_cpu_ns,
-                "sampling_held_ns": self.sampling_held_ns,
-                "written_bytes": sum(w.written_bytes for w in writers),
-                "dropped_bytes": sum(w.dropped_bytes for w in writers),
-            }
-        )
+        self.note({
+            "type": "cost", "time_ns": now, "elapsed_ns": now - (started_ns or now),
+            "event_count": self.event_count, "event_ns": self.event_ns,
+            "module_call_ns": self.module_call_ns, "drain_cpu_ns": self.drain_cpu_ns,
+            "sampling_cpu_ns": self.sampling_cpu_ns, "sampling_held_ns": self.sampling_held_ns,
+            "written_bytes": sum(w.written_bytes for w in writers),
+            "dropped_bytes": sum(w.dropped_bytes for w in writers),
+        })  # fmt: skip
         self._note_torch_counters(allocator=True)
 
     def _note_torch_counters(self, *, allocator: bool = False) -> None:
@@ -184,12 +177,9 @@ class TorchCounters:
         self._compiled = count
         spent = sum(list(times)[:count])
         return {
-            "type": "compile",
-            "time_ns": _now(),
-            "count": count,
-            "spent_ns": int(spent * 1e9),
+            "type": "compile", "time_ns": _now(), "count": count, "spent_ns": int(spent * 1e9),
             "spans": spans,
-        }
+        }  # fmt: skip
 
     def _new_spans(self, utils: Any) -> list[tuple[int, int]]:
         """Of compilations since the last call; torch keeps the last 64."""

@@ -127,17 +127,11 @@ class GpuMemory:
         cost_ratio = HISTORY_NS * (made - self._made) / max(now_ns - self._read_ns, 1)
         self._made = made
         self._read_ns, self._read_count = now_ns, self._read_count + 1
-        self._lines.append(
-            {
-                "type": "gpu_memory",
-                "time_ns": now_ns,
-                "step": step,
-                "allocated_bytes": allocated,
-                "peak_bytes": peak,
-                "reserved_bytes": stats["reserved_bytes.all.current"],
-                "limit_bytes": self.limit_bytes,
-            }
-        )
+        self._lines.append({
+            "type": "gpu_memory", "time_ns": now_ns, "step": step, "allocated_bytes": allocated,
+            "peak_bytes": peak, "reserved_bytes": stats["reserved_bytes.all.current"],
+            "limit_bytes": self.limit_bytes,
+        })  # fmt: skip
         full = self.limit_bytes and peak >= HISTORY_RATIO * self.limit_bytes
         if full and self._history == "auto" and not self.recorded and self._read_count > 1:
             if cost_ratio <= HISTORY_COST_RATIO:

@@ -68,13 +68,10 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     alike, _ = _count_alike(tensors[:PART_LIMIT])
     first = groups[0] if groups else {}
     return {
-        "name": type(optimizer).__name__,
-        "group_count": len(groups),
-        "tensor_count": len(tensors),
-        **{name: _switch(first.get(name)) for name in _SWITCHES},
-        "dtypes": _sums(alike, 0),
+        "name": type(optimizer).__name__, "group_count": len(groups), "tensor_count": len(tensors),
+        **{name: _switch(first.get(name)) for name in _SWITCHES}, "dtypes": _sums(alike, 0),
         "devices": _sums(alike, 1),
-    }
+    }  # fmt: skip
 
 
 def input_line(module: Any, values: Iterable[Any]) -> dict[str, Any]:
@@ -167,15 +164,10 @@ class InputSizes:
             return
         if self._last.get(tag) != count:
             self._last[tag] = count
-            self._lines.append(
-                {
-                    "type": "input_size",
-                    "time_ns": self._looked_ns,
-                    "step": step,
-                    "root": tag,
-                    "number_count": count,
-                }
-            )
+            self._lines.append({
+                "type": "input_size", "time_ns": self._looked_ns, "step": step, "root": tag,
+                "number_count": count,
+            })  # fmt: skip
 
     def _read_mask(self, batches: Iterable[Mapping[str, Any]]) -> None:
         """Adds up the columns and the elements of an `attention_mask` that hold zeros alone."""

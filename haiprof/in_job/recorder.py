@@ -91,14 +91,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        run: RunPaths,
-        *,
-        time_s: float,
-        warmup_s: float,
-        stacks_hz: float = 0.0,
+        self, run: RunPaths, *, time_s: float, warmup_s: float, stacks_hz: float = 0.0,
         memory_history: str = "off",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.run = run
         self.spans = make_spans()
         self.stacks_hz = stacks_hz

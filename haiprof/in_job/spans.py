@@ -53,13 +53,9 @@ def make_spans() -> SpanBuffer:
 
 
 def time_call(
-    kind: int,
-    original: Callable[..., Any],
-    *others: Any,
-    wrapper: Callable[..., Any],
-    gate: Any,
+    kind: int, original: Callable[..., Any], *others: Any, wrapper: Callable[..., Any], gate: Any,
     spans: SpanBuffer,
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """What takes spans of a function: `wrapper`, or its compiled form that calls it when needed."""
     if _compiled is None or not isinstance(spans, _compiled.SpanBuffer):
         return wrapper

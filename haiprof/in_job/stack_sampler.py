@@ -128,13 +128,9 @@ class StackSampler:
     """
 
     def __init__(
-        self,
-        thread: Callable[[], int],
-        *,
-        hz: float,
-        note: Callable[[dict[str, Any]], None],
+        self, thread: Callable[[], int], *, hz: float, note: Callable[[dict[str, Any]], None],
         until: CodeType | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._thread = thread
         self.hz = hz
         """Samples per second, before the run's age is counted in."""

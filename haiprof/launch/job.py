@@ -421,13 +421,9 @@ class Job:
         return len(self.run.rank_folders()), sum(1 for _ in self.run.traces.glob("rank*"))
 
     def _haiprof(
-        self,
-        command: str,
-        *arguments: str,
-        nice: bool,
-        output: int | None = None,
+        self, command: str, *arguments: str, nice: bool, output: int | None = None,
         environ: Mapping[str, str] | None = None,
-    ) -> subprocess.Popen[bytes]:
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
         """Runs another haiprof command on this run in a process of its own, printing to stderr.
 
         With `output`, a descriptor, it writes there, and prints nothing.

@@ -46,15 +46,9 @@ _LOOKED_AT = 4
 
 
 def live_as_companion(
-    to_launcher: Line,
-    *,
-    supervisor: Supervisor,
-    line: CommandLine,
-    options: Options,
-    environ: Mapping[str, str],
-    launcher_pid: int,
-    subcommand: Subcommand,
-) -> None:
+    to_launcher: Line, *, supervisor: Supervisor, line: CommandLine, options: Options,
+    environ: Mapping[str, str], launcher_pid: int, subcommand: Subcommand,
+) -> None:  # fmt: skip
     """The work of the companion process, from the run directory to the verdict.
 
     The supervisor is as it was when this process was forked from it.

@@ -38,13 +38,9 @@ _MAX_REPEATS = 1000
 
 
 def create_run(
-    options: Options,
-    *,
-    command: list[str],
-    name: str,
-    environ: Mapping[str, str],
+    options: Options, *, command: list[str], name: str, environ: Mapping[str, str],
     launcher_pid: int | None = None,
-) -> tuple[RunPaths, Manifest, bool]:
+) -> tuple[RunPaths, Manifest, bool]:  # fmt: skip
     """Makes the run directory with its manifest and the hook's configuration."""
     name = safe_name(options.name or name)
     shared = safe_name(options.run_id) if options.run_id else shared_identity(environ)

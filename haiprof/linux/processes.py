@@ -181,12 +181,9 @@ class Family:
         self._highest: _Counters = _ZERO
 
     def update(
-        self,
-        children: Mapping[int, list[int]],
-        read: Callable[[int], procfs.ProcessReading | None],
-        *,
-        others: Container[int] = (),
-    ) -> FamilyTotals | None:
+        self, children: Mapping[int, list[int]],
+        read: Callable[[int], procfs.ProcessReading | None], *, others: Container[int] = (),
+    ) -> FamilyTotals | None:  # fmt: skip
         """Reads every member.
 
         The totals, or None when the process has ended.
@@ -212,12 +209,9 @@ class Family:
         )  # fmt: skip
 
     def _read_members(
-        self,
-        main: procfs.ProcessReading,
-        children: Mapping[int, list[int]],
-        read: Callable[[int], procfs.ProcessReading | None],
-        others: Container[int],
-    ) -> dict[int, procfs.ProcessReading]:
+        self, main: procfs.ProcessReading, children: Mapping[int, list[int]],
+        read: Callable[[int], procfs.ProcessReading | None], others: Container[int],
+    ) -> dict[int, procfs.ProcessReading]:  # fmt: skip
         """The descendants, and known members that lost their parent; parents first."""
         members = {main.pid: main}
         queue = [main.pid]

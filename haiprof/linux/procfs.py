@@ -135,13 +135,9 @@ def mount_entries(content: str) -> Iterator[MountEntry]:
 
 
 def file_reading(
-    path: Path,
-    columns: Sequence[str],
-    parse: Callable[[bytes], Sequence[Value]],
-    *,
-    lacking: str = "",
-    remedy: str = "",
-) -> Reading:
+    path: Path, columns: Sequence[str], parse: Callable[[bytes], Sequence[Value]], *,
+    lacking: str = "", remedy: str = "",
+) -> Reading:  # fmt: skip
     """A reading of one file that stays open."""
     file = ProcFile(path)
     return Reading(

@@ -463,13 +463,10 @@ class RemoteMemorySampler(RankSampler):
     table = REMOTE_MEMORY
 
     def __init__(
-        self,
-        node: Node,
-        *,
-        kernel: Kernel | None = None,
+        self, node: Node, *, kernel: Kernel | None = None,
         events: Mapping[str, Event | Unavailable] | None = None,
         spare: Callable[[], int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(node)
         self._kernel = kernel or Kernel()
         self._cpu = read_cpu(self.root)

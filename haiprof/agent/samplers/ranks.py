@@ -327,15 +327,12 @@ class _ProcessPlacement:
             self._hardware = _hardware(self.root, uuid)
         pages = self._pages
         return {
-            "type": "placement",
-            "pid": self.process.pid,
-            "start_ticks": self.process.start_ticks,
-            "allowed_cpus": self._allowed,
-            "thread_count": self._thread_count,
+            "type": "placement", "pid": self.process.pid, "start_ticks": self.process.start_ticks,
+            "allowed_cpus": self._allowed, "thread_count": self._thread_count,
             "cpu_nodes": sorted(self._allowed_nodes()) or None,
             "memory_nodes": None if pages is None else {str(n): pages[n] for n in sorted(pages)},
             **self._hardware,
-        }
+        }  # fmt: skip
 
     def _read_cpu(self) -> tuple[int, int | None]:
         fields = read_stat(self.root, self.process.pid)

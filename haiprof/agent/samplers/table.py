@@ -118,15 +118,9 @@ class CounterState:
 
     @classmethod
     def of(
-        cls,
-        source: str,
-        entity: str,
-        column: Column,
-        value: Value | Unavailable,
-        *,
-        origin: str,
+        cls, source: str, entity: str, column: Column, value: Value | Unavailable, *, origin: str,
         read_ns: int | None = None,
-    ) -> CounterState:
+    ) -> CounterState:  # fmt: skip
         """The state of a column that has a finite value, or a reason for having none."""
         if isinstance(value, float) and not math.isfinite(value):
             value = Unavailable(f"{origin}: no value", status="unsupported")

@@ -440,12 +440,9 @@ class PlannedWindows(Windows):
     ) -> None:
         self._recording = None
         details = {
-            "window": wanted.window,
-            "reason": wanted.reason,
-            "request": wanted.request,
-            "steps": [wanted.first, after],
-            "cut": cut,
-        }
+            "window": wanted.window, "reason": wanted.reason, "request": wanted.request,
+            "steps": [wanted.first, after], "cut": cut,
+        }  # fmt: skip
         try:
             recording.stop(details)
             content = recording.save(details)

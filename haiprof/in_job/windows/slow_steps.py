@@ -269,22 +269,14 @@ class KeepSlow(Windows):
         self._noted_ns = now = _now()
         elapsed = max(1, now - (self._begun_ns or now))
         steps = self._totals["steps"]
-        self._context.recorder.lines.append(
-            {
-                "type": "keep_slow",
-                "time_ns": now,
-                **self._totals,
-                "watched_ratio": self._totals["watched"] / steps if steps else None,
-                "cost_ns": self._cost_ns,
-                "cost_ratio": self._cost_ns / elapsed,
-                "budget_ratio": self._budget,
-                "memory_bytes": self._memory_bytes or None,
-                "kept_bytes": self._kept_bytes,
-                "kept_limit": self._wanted,
-                "usual_ns": self._context.times.usual_ns or None,
-                "refused": self._refusal,
-            }
-        )
+        self._context.recorder.lines.append({
+            "type": "keep_slow", "time_ns": now, **self._totals,
+            "watched_ratio": self._totals["watched"] / steps if steps else None,
+            "cost_ns": self._cost_ns, "cost_ratio": self._cost_ns / elapsed,
+            "budget_ratio": self._budget, "memory_bytes": self._memory_bytes or None,
+            "kept_bytes": self._kept_bytes, "kept_limit": self._wanted,
+            "usual_ns": self._context.times.usual_ns or None, "refused": self._refusal,
+        })  # fmt: skip
 
 
 def _resident_bytes() -> int | None:

@@ -25,14 +25,9 @@ class SteadySteps:
     """
 
     def __init__(
-        self,
-        counter: StepCounter,
-        tell: Tell,
-        *,
-        otherwise: Callable[[int, Any], End | None],
-        ended: End,
-        failed: Callable[[Exception], None],
-    ) -> None:
+        self, counter: StepCounter, tell: Tell, *, otherwise: Callable[[int, Any], End | None],
+        ended: End, failed: Callable[[Exception], None],
+    ) -> None:  # fmt: skip
         self._counter = counter
         self._boundary = tell
         self._otherwise = otherwise

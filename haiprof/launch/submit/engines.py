@@ -28,13 +28,9 @@ from haiprof.base.options import (
 
 
 def resolve_options(
-    dotted: Sequence[str],
-    given: Mapping[str, str | None],
-    environ: Mapping[str, str],
-    *,
-    program: str,
-    pyproject: Path = Path("pyproject.toml"),
-) -> tuple[dict[str, str], Path]:
+    dotted: Sequence[str], given: Mapping[str, str | None], environ: Mapping[str, str], *,
+    program: str, pyproject: Path = Path("pyproject.toml"),
+) -> tuple[dict[str, str], Path]:  # fmt: skip
     """What the job's command line says, so that nothing has to travel beside it."""
     texts = {spec.name: environ[spec.env] for spec in OPTIONS if environ.get(spec.env)}
     parsed = options_from_environment(environ)
@@ -188,13 +184,9 @@ class Expanded(str):
 
 
 def node_words(
-    spec: JobSpec,
-    *,
-    rendezvous: Sequence[str],
-    haiprof: Sequence[str] = ("haiprof",),
-    torchrun: str = "torchrun",
-    run_id: str | None = None,
-) -> list[str]:
+    spec: JobSpec, *, rendezvous: Sequence[str], haiprof: Sequence[str] = ("haiprof",),
+    torchrun: str = "torchrun", run_id: str | None = None,
+) -> list[str]:  # fmt: skip
     """What each node runs."""
     words = [*haiprof, *haiprof_words(spec), *([] if run_id is None else [run_id])]
     meeting = list(rendezvous) if spec.nodes > 1 else ["--standalone"]
@@ -335,12 +327,9 @@ def _object(version: str, kind: str, name: str, body: Mapping[str, Any]) -> str:
 
 def _job(spec: JobSpec, pod: dict[str, Any], *, retries: int) -> dict[str, Any]:
     job: dict[str, Any] = {
-        "completionMode": "Indexed",
-        "completions": spec.nodes,
-        "parallelism": spec.nodes,
-        "backoffLimit": retries,
-        "template": {"spec": pod},
-    }
+        "completionMode": "Indexed", "completions": spec.nodes, "parallelism": spec.nodes,
+        "backoffLimit": retries, "template": {"spec": pod},
+    }  # fmt: skip
     if spec.time_limit_s is not None:
         job["activeDeadlineSeconds"] = spec.time_limit_s
     return job

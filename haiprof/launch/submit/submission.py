@@ -69,12 +69,9 @@ class SubmittedJob:
     def as_json(self) -> dict[str, Any]:
         """For scripts."""
         return {
-            "on": self.on,
-            "id": self.id,
-            "log": str(self.log),
-            "target": str(self.target),
+            "on": self.on, "id": self.id, "log": str(self.log), "target": str(self.target),
             "stop": list(self.stop),
-        }
+        }  # fmt: skip
 
 
 def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> SubmittedJob:
