@@ -92,17 +92,13 @@ def find_nsys(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | Re
         found = shutil.which(named, path=environ.get("PATH", ""))
         return found or Refusal(f"{ENV_NSYS}={named}: no such program", f"correct {ENV_NSYS}")
     found = shutil.which("nsys", path=environ.get("PATH", ""))
-    installed = [path for pattern in _PLACES for path in root.glob(pattern)]
-    runnable = sorted(
-        (path for path in installed if os.access(path, os.X_OK)),
-        key=lambda path: [int(number) for number in re.findall(r"\d+", str(path))],
-    )
-    if found or runnable:
-        return found or str(runnable[-1])
-    return Refusal(
+    installed = [str(path) for pattern in _PLACES for path in root.glob(pattern)]
+    runnable = [path for path in installed if os.access(path, os.X_OK)]
+    newest = max(runnable, key=lambda path: [*map(int, re.findall(r"\d+", path))], default=None)
+    return found or newest or Refusal(
         f"no nsys on PATH or in {root / 'opt/nvidia/nsight-systems*'}",
         f"install Nsight Systems (its CLI is enough), or set {ENV_NSYS} to its nsys",
-    )
+    )  # fmt: skip
 
 
 def probe_nsys(
@@ -308,10 +304,7 @@ class Burst:
             assert isinstance(self.nsys, Nsys), "only nsys samples"
             self._start(self.nsys.export(node.burst_report, node.burst_export), EXPORT_S)
         elif process.returncode or not node.burst_export.exists():
-            self._end(
-                "failed",
-                meaning(said, "nsys could not export its report"),
-            )
+            self._end("failed", meaning(said, "nsys could not export its report"))
         else:
             self._end("recorded", Refusal("", ""))
 

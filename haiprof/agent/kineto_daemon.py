@@ -71,9 +71,7 @@ def decode(datagram: bytes) -> Message | None:
         return None
     size, kind = _HEAD.unpack_from(datagram)
     payload = datagram[_HEAD.size :]
-    if size != len(payload):
-        return None
-    return Message(type=kind.rstrip(b"\0"), payload=payload)
+    return Message(type=kind.rstrip(b"\0"), payload=payload) if size == len(payload) else None
 
 
 def decode_ask(payload: bytes) -> Ask | None:
@@ -288,13 +286,10 @@ def _is_text(value: object) -> bool:
 
 _TRACE: Schema = {
     "text": _is_text,
-    "pids": lambda pids: (
-        isinstance(pids, list)
-        and 0 < len(pids) <= CLIENT_LIMIT
-        and all(type(pid) is int for pid in pids)
-    ),
+    "pids": lambda pids: isinstance(pids, list) and 0 < len(pids) <= CLIENT_LIMIT
+    and all(type(pid) is int for pid in pids),
     "expires_wall_ns": is_count,
-}
+}  # fmt: skip
 """The question for a trace."""
 
 
@@ -349,18 +344,11 @@ class PendingRequests:
         self._forget()
         what = question.get("do")
         if what == "clients":
-            return {
-                "clients": [
-                    {
-                        "pid": pid,
-                        "pids": list(ask.pids),
-                        "job": ask.job,
-                        "free": ask.free,
-                        "silent_ns": self.mono_ns() - seen_ns,
-                    }
-                    for pid, (ask, seen_ns) in self.clients.items()
-                ]
-            }
+            return {"clients": [
+                {"pid": pid, "pids": list(ask.pids), "job": ask.job, "free": ask.free,
+                 "silent_ns": self.mono_ns() - seen_ns}
+                for pid, (ask, seen_ns) in self.clients.items()
+            ]}  # fmt: skip
         name = question.get("id")
         if not isinstance(name, str) or not 0 < len(name) <= _ID_LIMIT:
             return {"error": "no such question"}

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -163,10 +164,8 @@ class Notifier:
                 time.sleep(wait_s)
                 wait_s *= 2
             try:
-                failure, is_final = (
-                    post(self.target, masked) if is_notify_url(self.target)
-                    else self._run(masked)
-                )  # fmt: skip
+                send = partial(post, self.target) if is_notify_url(self.target) else self._run
+                failure, is_final = send(masked)
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 # Its text may name the address, which may be a secret.
                 failure, is_final = f"the receiver failed ({type(error).__name__})", False
@@ -239,11 +238,9 @@ def send_death(notifier: Notifier, line: Mapping[str, Any]) -> bool:
     is_ordinary = not (status or number) or number in (signal.SIGTERM, signal.SIGINT)
     if rank is None or line["helper"] or is_ordinary:
         return False
-    how = (
-        f"exit status {status}"
-        if number is None
-        else f"signal {number} ({signal.strsignal(number)})"
-    )
+    how = f"exit status {status}"
+    if number is not None:
+        how = f"signal {number} ({signal.strsignal(number)})"
     if line.get("oom"):
         how += ", as its memory limit was reached"
     text = f"rank {rank} (process {line['pid']}) ended with {how}"

@@ -105,12 +105,10 @@ class _OptionParser:
 
     def take_program(self) -> list[str]:
         """Takes the program: one word, or `-m MODULE`."""
-        if self.left[0] == "-m":
-            if len(self.left) < 2:
-                raise UsageError("-m needs a module name")
-            program, self.left = self.left[:2], self.left[2:]
-        else:
-            program, self.left = self.left[:1], self.left[1:]
+        count = 2 if self.left[0] == "-m" else 1
+        if len(self.left) < count:
+            raise UsageError("-m needs a module name")
+        program, self.left = self.left[:count], self.left[count:]
         return program
 
     def trailing(self, program: Sequence[str]) -> list[str]:
@@ -175,10 +173,9 @@ class _OptionParser:
             count, value = self._value(word, option_spec(name), hint)
         try:
             key, parsed = (
-                parse_dotted(value)
-                if name == "options"
+                parse_dotted(value) if name == "options"
                 else parse_value(name, value, origin=f"--{name}")
-            )
+            )  # fmt: skip
         except UsageError as error:
             raise UsageError(str(error), hint=error.hint or hint) from None
         self.options[key] = parsed
@@ -198,11 +195,8 @@ class _OptionParser:
 
 def _check_published_order(program: Sequence[str], words: list[str]) -> None:
     """Refuses hai-platform's order: what follows `--` is the platform's there, not the script's."""
-    settings = [
-        value
-        for word, value in zip(words, [*words[1:], ""], strict=True)
-        if word == "--options" and value.startswith("profile.")
-    ]
+    settings = [value for word, value in itertools.pairwise(words)
+                if word == "--options" and value.startswith("profile.")]  # fmt: skip
     settings += [w.partition("=")[2] for w in words if w.startswith("--options=profile.")]
     if not settings:
         return
@@ -295,9 +289,6 @@ def _python() -> str:
 
 def _job_name(words: list[str]) -> str:
     """The script's name, wherever it stands in the line; else the module's or the program's."""
-    for word in words:
-        if word.endswith(".py"):
-            return safe_name(Path(word).stem)
-    if "-m" in words[:-1]:
-        return safe_name(words[words.index("-m") + 1])
-    return safe_name(words[0])
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else words[0]
+    scripts = (Path(word).stem for word in words if word.endswith(".py"))
+    return safe_name(next(scripts, module))

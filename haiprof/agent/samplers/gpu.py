@@ -40,6 +40,7 @@ from haiprof.agent.samplers.nvml import (
 from haiprof.agent.samplers.table import CounterState, Missing, Node, TableSampler
 from haiprof.base.options import ENV_DCGM_URL
 from haiprof.base.units import NS_PER_S
+from haiprof.linux.procfs import read_text
 from haiprof.linux.readings import (
     Clock,
     Entity,
@@ -195,10 +196,7 @@ def open_gpm(device: Device, columns: tuple[str, ...], *, root: Path, clock: Clo
 
 def profiling_setting(root: Path) -> str:
     """The line of /proc/driver/nvidia/params on who may profile; empty without one."""
-    try:
-        lines = (root / "proc/driver/nvidia/params").read_text().splitlines()
-    except OSError:
-        return ""
+    lines = (read_text(root / "proc/driver/nvidia/params") or "").splitlines()
     return next((line for line in lines if line.startswith(_ADMIN_PARAMETER)), "")
 
 
@@ -248,6 +246,7 @@ class DcgmSampler(TableSampler):
         super().__init__(node)
         url = url or os.environ.get(ENV_DCGM_URL)
         self.url = url or DEFAULT_URL
+        self._shown = mask_text(self.url)
         self._asked_for = bool(url)
         self._nvml = node.nvml
         self._text: str | None = None
@@ -266,7 +265,7 @@ class DcgmSampler(TableSampler):
         reach(self.url)
         indices, has_gpm = _gpus_of_driver(self._nvml)
         if has_gpm and not self._asked_for:
-            asks = f"{ENV_DCGM_URL}={mask_text(self.url)} asks for it"
+            asks = f"{ENV_DCGM_URL}={self._shown} asks for it"
             raise Unavailable(f"not needed: NVML GPM measures the same; {asks}")
         page = parse_page(fetch(self.url))
         numbered = [
@@ -275,8 +274,7 @@ class DcgmSampler(TableSampler):
             if (index := indices.get(plain_uuid(uuid)) if indices else at) is not None
         ]
         if not numbered:
-            where = mask_text(self.url)
-            reason = f"{where}: no DCGM figures of a whole GPU that the driver shows here"
+            reason = f"{self._shown}: no DCGM figures of a whole GPU that the driver shows here"
             raise Unavailable(reason, remedy=_FIELDS_REMEDY)
         return [self._entity(index, uuid) for index, uuid in sorted(numbered)]
 
@@ -295,11 +293,9 @@ class DcgmSampler(TableSampler):
 
     def _entity(self, index: int, uuid: str) -> Entity:
         reading = Reading(
-            columns=tuple(FIELDS),
-            origin=mask_text(self.url),
+            columns=tuple(FIELDS), origin=self._shown, remedy=_FIELDS_REMEDY,
             read=lambda: self._figures(uuid),
-            remedy=_FIELDS_REMEDY,
-        )
+        )  # fmt: skip
         name = f"gpu {index}"
         return Entity(key=(index,), name=name, readings=(reading,), details={"uuid": uuid})
 
@@ -314,29 +310,25 @@ class DcgmSampler(TableSampler):
         if self._failure is not None:
             raise self._failure
         if uuid not in self._page:
-            raise Unavailable(f"{mask_text(self.url)}: no such GPU in it this time")
-        figures = self._page[uuid]
-        return [self._figure(column, figures) for column in FIELDS]
+            raise Unavailable(f"{self._shown}: no such GPU in it this time")
+        return [self._figure(column, self._page[uuid]) for column in FIELDS]
 
     def _figure(self, column: str, figures: Mapping[str, float | None]) -> Value | Unavailable:
         field = FIELDS[column]
         if field not in figures:
-            why = f"{mask_text(self.url)}: {field} is not exported"
-            return Unavailable(why, remedy=_FIELDS_REMEDY)
+            return Unavailable(f"{self._shown}: {field} is not exported", remedy=_FIELDS_REMEDY)
         value = figures[field]
         if value is None:
-            return Unavailable(f"{mask_text(self.url)}: {field} has several values for one GPU")
+            return Unavailable(f"{self._shown}: {field} has several values for one GPU")
         if column == "last_xid":
             return int(value) if 0 <= value < 1 << 31 else Unavailable(f"{field} is {value:g}")
         limit = 1.0 if column.endswith("_ratio") else _RATE_LIMIT
         if not 0 <= value <= limit:
-            return Unavailable(f"{mask_text(self.url)}: {field} is {value:g}, which it cannot be")
+            return Unavailable(f"{self._shown}: {field} is {value:g}, which it cannot be")
         if value == 0 and column.startswith("pcie_"):
-            return Unavailable(
-                f"{mask_text(self.url)}: {field} is 0, which PCIe of a GPU in use never is",
-                status="unsupported",
-                remedy="dcgm-exporter issue 721: another version of DCGM or of the driver",
-            )
+            why = f"{self._shown}: {field} is 0, which PCIe of a GPU in use never is"
+            remedy = "dcgm-exporter issue 721: another version of DCGM or of the driver"
+            return Unavailable(why, status="unsupported", remedy=remedy)
         return value
 
 
@@ -358,6 +350,7 @@ def fetch(url: str) -> str:
     is imported into the launcher, and the time limit covers the whole answer.
     """
     host, port, path = _address(url)
+    shown = mask_text(url)
     request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAccept: text/plain\r\n\r\n"
     answer, deadline = bytearray(), time.monotonic() + READ_S
     try:
@@ -372,18 +365,17 @@ def fetch(url: str) -> str:
                 if not block:
                     break
                 answer += block
-    except TimeoutError:
-        reason = f"{mask_text(url)}: too slow or too large to be an exporter's page"
-        raise Unavailable(reason, remedy=_DCGM_REMEDY) from None
     except OSError as error:
-        reason = f"{mask_text(url)}: {error.strerror or error or type(error).__name__}"
-        raise Unavailable(reason, remedy=_DCGM_REMEDY) from None
+        why = error.strerror or error or type(error).__name__
+        if isinstance(error, TimeoutError):
+            why = "too slow or too large to be an exporter's page"
+        raise Unavailable(f"{shown}: {why}", remedy=_DCGM_REMEDY) from None
     head, _, body = answer.partition(b"\r\n\r\n")
     version, _, status = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
     if not version.startswith("HTTP/1."):
-        raise Unavailable(f"{mask_text(url)}: no HTTP server", remedy=_DCGM_REMEDY)
+        raise Unavailable(f"{shown}: no HTTP server", remedy=_DCGM_REMEDY)
     if status.split(" ")[0] != "200":
-        raise Unavailable(f"{mask_text(url)}: HTTP {status.split(' ')[0]}", remedy=_DCGM_REMEDY)
+        raise Unavailable(f"{shown}: HTTP {status.split(' ')[0]}", remedy=_DCGM_REMEDY)
     return body.decode("utf-8", errors="replace")
 
 
@@ -420,17 +412,18 @@ def parse_page(page: str) -> Page:
 def _gpus_of_driver(nvml: ModuleType | None) -> tuple[dict[str, int], bool]:
     """NVML index by UUID, and whether every GPU has GPM; empty where there is no NVML."""
     library = Nvml(nvml)
+    found: dict[str, int] = {}
     try:
         library.open()
         count = library.call("nvmlDeviceGetCount")
         handles = [library.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
-        uuids = [plain_uuid(text(library.call("nvmlDeviceGetUUID", handle))) for handle in handles]
-        has_gpm = bool(handles) and all(_has_gpm(library, handle) for handle in handles)
+        for index, handle in enumerate(handles):
+            found[plain_uuid(text(library.call("nvmlDeviceGetUUID", handle)))] = index
+        return found, bool(handles) and all(_has_gpm(library, handle) for handle in handles)
     except (Unavailable, EntityGone):
         return {}, False
     finally:
         library.close()
-    return {uuid: index for index, uuid in enumerate(uuids)}, has_gpm
 
 
 def _has_gpm(library: Nvml, handle: object) -> bool:
@@ -513,7 +506,12 @@ class XidWatch:
             self._refuse(self._devices, why)
             return
         for device in self._devices:
-            self._register(device, events)
+            with contextlib.suppress(EntityGone):  # it has reported that itself
+                try:
+                    device.call("nvmlDeviceRegisterEvents", _XID_EVENTS, events)
+                    self._counts[device.index] = 0
+                except Unavailable as why:
+                    self._refuse([device], why)
         if not self._counts:
             self._leave(events)
             return
@@ -537,14 +535,6 @@ class XidWatch:
     def stop(self) -> None:
         """Ends the wait; the thread ends within half a second and is not joined."""
         self._stop.set()
-
-    def _register(self, device: Device, events: object) -> None:
-        with contextlib.suppress(EntityGone):  # it has reported that itself
-            try:
-                device.call("nvmlDeviceRegisterEvents", _XID_EVENTS, events)
-                self._counts[device.index] = 0
-            except Unavailable as why:
-                self._refuse([device], why)
 
     def _run(self, events: object) -> None:
         try:

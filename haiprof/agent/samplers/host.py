@@ -62,14 +62,12 @@ class SummedCounters:
         for value, before, whole in zip(values, last, self._ranges, strict=True):
             growth = value - before
             if growth < 0 and whole < 1 << 64:
-                growth += whole
-                growth = growth if growth < whole >> 1 else -1
+                growth = growth + whole if growth + whole < whole >> 1 else -1
             growths.append(growth)
-        if min(growths) < 0:
-            return False
-        for at, growth in enumerate(growths):
-            totals[at] += growth
-        return True
+        is_growth = min(growths) >= 0
+        if is_growth:
+            totals[:] = map(sum, zip(totals, growths, strict=True))
+        return is_growth
 
 
 CPU_COLUMNS = HOST.names("cpu_user_ns", "task_blocked_count")
@@ -287,28 +285,17 @@ class NumaSampler(TableSampler):
             found = []
         if not found:
             raise Unavailable(f"{nodes}: no NUMA nodes (a kernel without CONFIG_NUMA)")
-        columns = [column.name for column in NUMA.metrics]
-        return [
-            Entity(
-                key=(number,),
-                name=f"node {number}",
-                readings=(
-                    # kB are KiB.
-                    file_reading(
-                        nodes / f"node{number}/meminfo",
-                        columns[:2],
-                        memory.NamedNumbers(
-                            [f"Node {number} {name}:" for name in ("MemTotal", "MemFree")],
-                            (1024, 1024),
-                        ),
-                    ),
-                    file_reading(
-                        nodes / f"node{number}/numastat", columns[2:], memory.NamedNumbers(_PAGES)
-                    ),
-                ),
+        columns, entities = [column.name for column in NUMA.metrics], []
+        for number in sorted(found):
+            folder = nodes / f"node{number}"
+            heads = [f"Node {number} {name}:" for name in ("MemTotal", "MemFree")]
+            sizes = memory.NamedNumbers(heads, (1024, 1024))  # kB are KiB
+            readings = (
+                file_reading(folder / "meminfo", columns[:2], sizes),
+                file_reading(folder / "numastat", columns[2:], memory.NamedNumbers(_PAGES)),
             )
-            for number in sorted(found)
-        ]
+            entities.append(Entity(key=(number,), name=f"node {number}", readings=readings))
+        return entities
 
 
 ENERGY_COLUMNS = ("cpu_energy_joules", "memory_energy_joules")
@@ -346,9 +333,8 @@ class _Energy:
         if self._zones is None:
             self._zones = list(self._find())
         if not self._zones:
-            raise Unavailable(
-                "no RAPL here: a virtual machine, or its driver is not loaded", lasting=True
-            )
+            reason = "no RAPL here: a virtual machine, or its driver is not loaded"
+            raise Unavailable(reason, lasting=True)
         for path, column, whole in self._zones:
             value = int(path.read_text())
             growth = value - self._last.get(path, 0)
@@ -461,19 +447,15 @@ class CgroupSampler(ChangingSampler):
     def take_up(self, number: int, found: tuple[str, Places]) -> Entity:
         """The readings of a cgroup."""
         name, cgroups = found
-        known = {
-            name: cgroups.get(name)
-            or Unavailable(f"the {name or 'unified'} tree has no cgroup of that path")
-            for name in _CONTROLLERS
-        }
-        folders = {
-            controller or "unified": str(cgroup.folder)
-            for controller, cgroup in known.items()
-            if isinstance(cgroup, Cgroup)
-        }
-        return Entity(
-            key=(number,), name=name, readings=cgroup_readings(known), details={"folders": folders}
-        )
+        known: dict[str, Cgroup | Unavailable] = {}
+        folders: dict[str, str] = {}
+        for controller in _CONTROLLERS:
+            tree, cgroup = controller or "unified", cgroups.get(controller)
+            known[controller] = cgroup or Unavailable(f"the {tree} tree has no cgroup of that path")
+            if isinstance(cgroup, Cgroup):
+                folders[tree] = str(cgroup.folder)
+        readings, details = cgroup_readings(known), {"folders": folders}
+        return Entity(key=(number,), name=name, readings=readings, details=details)
 
     def _locate(self) -> None:
         """Finds the cgroup of each controller, and those above."""

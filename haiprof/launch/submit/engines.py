@@ -97,17 +97,15 @@ class JobSpec:
         if not 1 <= self.nodes <= _MAX_NODES:
             raise UsageError(f"--nodes {self.nodes}: 1 to {_MAX_NODES}")
         for flag, count in (
-            ("--nproc-per-node", self.ranks_per_node),
-            ("--gpus-per-node", self.gpus_per_node),
+            ("--nproc-per-node", self.ranks_per_node), ("--gpus-per-node", self.gpus_per_node),
             ("--cpus-per-node", self.cpus_per_node),
-        ):
+        ):  # fmt: skip
             if count is not None and count < 1:
                 raise UsageError(f"{flag} {count}: 1 or more")
         for flag, word in (
-            ("--partition", self.partition),
-            ("--account", self.account),
+            ("--partition", self.partition), ("--account", self.account),
             ("--gpu-type", self.gpu_type),
-        ):
+        ):  # fmt: skip
             if word is not None and not _PLAIN.match(word):
                 raise UsageError(f"{flag} {word!r}: no such name can be")
         for name, value in self.directives.items():
@@ -139,16 +137,13 @@ def parse_time_limit(text: str) -> int:
     days, clock = _DAYS.match(text), _CLOCK.match(text)
     if text.isascii() and text.isdecimal():
         seconds = int(text) * 60
-    elif days is not None:
-        d, hours, minutes, rest = (int(group or 0) for group in days.groups())
+    elif found := days or clock:
+        numbers = [0, *(int(group or 0) for group in found.groups())]
+        d, hours, minutes, rest = numbers[-4:]
         seconds = ((d * 24 + hours) * 60 + minutes) * 60 + rest
-    elif clock is not None:
-        hours, minutes, rest = (int(group or 0) for group in clock.groups())
-        seconds = (hours * 60 + minutes) * 60 + rest
     else:
-        raise UsageError(
-            f"--time-limit {text!r}: not a time", hint="minutes, HH:MM:SS, or DAYS-HH:MM:SS"
-        )
+        hint = "minutes, HH:MM:SS, or DAYS-HH:MM:SS"
+        raise UsageError(f"--time-limit {text!r}: not a time", hint=hint)
     if not seconds:
         raise UsageError(f"--time-limit {text}: more than 0")
     return seconds
@@ -503,15 +498,12 @@ def sbatch_options(spec: JobSpec) -> dict[str, str]:
 def sbatch_script(spec: JobSpec) -> str:
     """The script for `sbatch FILE`. haiprof stands in srun's line: no environment has to travel."""
     head = Expanded("$endpoint")
+    meeting = c10d(head, Expanded("$SLURM_JOB_ID"))
     words = node_words(
-        spec,
-        rendezvous=c10d(head, Expanded("$SLURM_JOB_ID")),
-        haiprof=list(spec.haiprof),
-        torchrun=own_torchrun(),
+        spec, rendezvous=meeting, haiprof=list(spec.haiprof), torchrun=own_torchrun()
     )
-    lines = ["#!/bin/bash"]
-    for name, value in sbatch_options(spec).items():
-        lines.append(f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}")
+    options = (f"{name}={value}" if value else name for name, value in sbatch_options(spec).items())
+    lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in options)]
     lines += ["", f"unset {ENV_ACTIVE}"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in spec.environment.items()]
     if spec.nodes > 1:
@@ -538,17 +530,14 @@ def skypilot(spec: JobSpec) -> str:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in spec.environment.items()]
     lines += [_HEAD] if spec.nodes > 1 else []
     task: dict[str, Any] = {"name": spec.name, "num_nodes": spec.nodes, "workdir": "."}
-    resources: dict[str, Any] = {}
-    if spec.gpus_per_node:
-        if not spec.gpu_type:
-            raise UsageError("SkyPilot asks for GPUs by their name", hint="--gpu-type H100")
-        resources["accelerators"] = f"{spec.gpu_type}:{spec.gpus_per_node}"
-    if spec.cpus_per_node:
-        resources["cpus"] = f"{spec.cpus_per_node}+"
-    if spec.image:
-        resources["image_id"] = f"docker:{spec.image}"
-    if spec.requeue:
-        resources["job_recovery"] = {"max_restarts_on_errors": 3}
-    if resources:
+    if spec.gpus_per_node and not spec.gpu_type:
+        raise UsageError("SkyPilot asks for GPUs by their name", hint="--gpu-type H100")
+    asked = {
+        "accelerators": spec.gpus_per_node and f"{spec.gpu_type}:{spec.gpus_per_node}",
+        "cpus": spec.cpus_per_node and f"{spec.cpus_per_node}+",
+        "image_id": spec.image and f"docker:{spec.image}",
+        "job_recovery": {"max_restarts_on_errors": 3} if spec.requeue else None,
+    }
+    if resources := {name: value for name, value in asked.items() if value}:
         task["resources"] = resources
     return yaml_text({**task, "run": "\n".join([*lines, shell_line(words)]) + "\n"})

@@ -176,13 +176,10 @@ class NodeTask:
     def __call__(self) -> int:
         """Runs haiprof on this node."""
         if not self._requeues:
-            # submitit asks Slurm for it 90 s before the limit, to requeue what can be.
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+            _ignore_usr2()  # submitit asks Slurm for it 90 s before the limit, to requeue
+        meeting = c10d(os.environ[ENV_RENDEZVOUS], os.environ["SLURM_JOB_ID"])
         words = node_words(
-            self.spec,
-            rendezvous=c10d(os.environ[ENV_RENDEZVOUS], os.environ["SLURM_JOB_ID"]),
-            haiprof=self.haiprof,
-            torchrun=self.torchrun,
+            self.spec, rendezvous=meeting, haiprof=self.haiprof, torchrun=self.torchrun
         )
         own = {ENV_ACTIVE, ENV_RENDEZVOUS, "SUBMITIT_EXECUTOR", "SUBMITIT_FOLDER"}
         kept = {name: value for name, value in os.environ.items() if name not in own}
@@ -316,14 +313,10 @@ def _parameters(spec: JobSpec, folder: Path) -> dict[str, Any]:
         "wckey": None,
         "stderr_to_stdout": True,
         "setup": [f"export {ENV_RENDEZVOUS}={ENDPOINT}"],
-        "srun_args": [
-            *srun_options(spec),
-            "--output",
-            str(folder / "%j.log"),
-            "--open-mode=append",
-        ],
+        "srun_args": [*srun_options(spec), "--output", str(folder / "%j.log"),
+                      "--open-mode=append"],
         "additional_parameters": options,
-    }
+    }  # fmt: skip
 
 
 def _last_words(error: Exception) -> str:
@@ -395,9 +388,8 @@ def submit_job(
 ) -> SubmittedJob:
     """Gives a job to an engine."""
     if on not in ENGINES:
-        hint = (
-            f"--emit {on} prints what it takes" if on in FORMS else f"one of {', '.join(ENGINES)}"
-        )
+        known = f"one of {', '.join(ENGINES)}"
+        hint = f"--emit {on} prints what it takes" if on in FORMS else known
         raise UsageError(f"--on: unknown target {on!r}", hint=hint)
     check_engine(spec, on, ENGINES[on])
     if on == "slurm":
