@@ -93,10 +93,8 @@ def _record(config: Mapping[str, Any], *, late: bool) -> None:
             try:
                 attach(config["trace"], recorder=recorder, state=state)
             except Exception as error:  # no windows, and the rest of the hook goes on
-                reason = f"{type(error).__name__}: {error}"
-                recorder.lines.append(
-                    {"type": "trace_window", "window": 0, "state": "failed", "reason": reason}
-                )
+                line = {"type": "trace_window", "window": 0, "state": "failed"}
+                recorder.lines.append({**line, "reason": f"{type(error).__name__}: {error}"})
 
 
 def _requests(recorder: Recorder, state: State) -> dict[str, Handler]:

@@ -138,16 +138,13 @@ class RankFiles:
 
     def close(self) -> None:
         """Closes all files."""
-        if self.collectives is not None:
-            with contextlib.suppress(OSError):
-                self.collectives.close()
         if self._stacks is not None:
             with contextlib.suppress(OSError):  # DataLoader workers are not sampled any more
                 write_file(self._paths.sampling_over, b"", below=self._paths.run_root)
-        for writer in (self._phases, self._device, self._stacks, self._events):
-            if writer is not None:
+        for each in (self.collectives, self._phases, self._device, self._stacks, self._events):
+            if each is not None:
                 with contextlib.suppress(OSError):  # the job has closed all descriptors
-                    writer.close()
+                    each.close()
 
 
 class TorchCounters:

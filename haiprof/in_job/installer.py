@@ -97,6 +97,7 @@ class Installer:
         )
         self._watches_memory = False
         self._memory_inputs: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None
+        self._time_call = partial(time_call, gate=self.state, spans=recorder.spans)
         self.state.find_device = self._find_device
         self._undo: list[Callable[[], None]] = []
         self._imports = ImportWatch(self._import_failed)
@@ -105,28 +106,20 @@ class Installer:
     def install(self, *, late: bool = False) -> None:
         """Installs each part; one that fails is noted and leaves its phase unmeasured."""
         self._late = late
-        parts = (
-            ("forward", self._forward),
-            ("backward", self._backward),
-            ("optimizer", self._optimizer),
-            ("dataloader", self._dataloader),
-            ("scaler", self._scaler),
-            ("gc", self._gc),
-            ("save", self._checkpoints),
-            ("workers", self._workers),
-            ("collectives", self._collectives),
-            ("step", self._step),
-        )
-        for name, part in parts:
+        parts = {
+            "forward": self._forward, "backward": self._backward, "optimizer": self._optimizer,
+            "dataloader": self._dataloader, "scaler": self._scaler, "gc": self._gc,
+            "save": self._checkpoints, "workers": self._workers, "collectives": self._collectives,
+            "step": self._step,
+        }  # fmt: skip
+        for name, part in parts.items():
             try:
                 part()
                 self.recorder.phases[name] = "ok"
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                self.recorder.phases[name] = reason
-                self.recorder.lines.append(
-                    {"type": "patch_failed", "phase": name, "reason": reason}
-                )
+                self.recorder.phases[name] = reason = f"{type(error).__name__}: {error}"
+                line = {"type": "patch_failed", "phase": name, "reason": reason}
+                self.recorder.lines.append(line)
         for own in (*_OWN_WORK, self._look_once):
             _skip_frame(own, below=True)
         with contextlib.suppress(AttributeError, ImportError):  # at once where CUDA has started
@@ -183,7 +176,7 @@ class Installer:
         outermost = patches.wrap_module_call(original, self.state, self.roots, self.is_grad_enabled)
         _skip_frame(outermost)
         wrapper = self._time_call(
-            FORWARD, original, outermost, self.roots.entries, self.is_grad_enabled
+            FORWARD, original, self.roots.entries, self.is_grad_enabled, wrapper=outermost
         )
         outermost.__qualname__ = wrapper.__qualname__ = "Module.__call__"  # for pickle
         self._replace(Module, "__call__", wrapper, skip=False)
@@ -214,12 +207,11 @@ class Installer:
             module.callback_handler.register_start_callback(compiles)
 
         def undo() -> None:
-            module = sys.modules.get("torch._dynamo.callback")
-            with contextlib.suppress(Exception):  # not in the list, or another torch
-                module.callback_handler.remove_start_callback(compiles)  # type: ignore[union-attr]
+            module: Any = sys.modules.get("torch._dynamo.callback")
+            module.callback_handler.remove_start_callback(compiles)
 
         self._imports.after("torch._dynamo.callback", wait)
-        self._undo.append(undo)
+        self._undo.append(undo)  # fails where it is not in the list, or in another torch
 
     def _backward(self) -> None:
         import torch.autograd
@@ -229,7 +221,7 @@ class Installer:
         self.state.inside |= _codes(original)
         plain = patches.wrap_backward(original, self.state)
         _skip_frame(plain)
-        wrapper = self._time_call(BACKWARD, original, plain)
+        wrapper = self._time_call(BACKWARD, original, wrapper=plain)
         self._replace(torch.autograd.graph, "_engine_run_backward", wrapper, skip=False)
         self._replace(torch.autograd, "_engine_run_backward", wrapper, skip=False)
 
@@ -241,21 +233,20 @@ class Installer:
         _skip_frame(after, below=True)
         # They stay in, inert: taking them out would change a dictionary that a step under way
         # iterates over, and on whose length Dynamo guards. A later installation takes their places.
-        places = [handle.hooks_dict_ref() for handle in _OPTIMIZER_HOOKS]
-        if places and all(h.id in p for h, p in zip(_OPTIMIZER_HOOKS, places, strict=True)):
-            for handle, place, hook in zip(_OPTIMIZER_HOOKS, places, (before, after), strict=True):
-                place[handle.id] = hook
+        places = [(handle.hooks_dict_ref(), handle.id) for handle in _OPTIMIZER_HOOKS]
+        if places and all(number in place for place, number in places):
+            for (place, number), hook in zip(places, (before, after), strict=True):
+                place[number] = hook
             for before_us in _OPTIMIZER_STATES:
                 before_us.successor = self.state
                 self.state.steps_before += before_us.steps_of_job()
                 self.state.counts_all = before_us.counts_all and not before_us.repeats.count
-            _OPTIMIZER_STATES[:] = [self.state]
-            return
-        _OPTIMIZER_HOOKS[:] = [
-            optimizer.register_optimizer_step_pre_hook(before),
-            optimizer.register_optimizer_step_post_hook(after),
-        ]
-        self.state.counts_all = self.state.idle != patches.WAITING
+        else:
+            _OPTIMIZER_HOOKS[:] = [
+                optimizer.register_optimizer_step_pre_hook(before),
+                optimizer.register_optimizer_step_post_hook(after),
+            ]
+            self.state.counts_all = self.state.idle != patches.WAITING
         _OPTIMIZER_STATES[:] = [self.state]
 
     def _dataloader(self) -> None:
@@ -265,7 +256,7 @@ class Installer:
         self.state.inside |= _codes(base.__next__)
         plain = patches.wrap_next(base.__next__, self.state)
         _skip_frame(plain)
-        wrapper = self._time_call(DATA, base.__next__, plain)
+        wrapper = self._time_call(DATA, base.__next__, wrapper=plain)
         self._replace(base, "__next__", wrapper, skip=False)
         loader = dataloader.DataLoader
         told = wrap_iter(loader.__iter__, self.recorder)
@@ -280,12 +271,7 @@ class Installer:
     def _gc(self) -> None:
         callback = self._pauses.on_collection
         gc.callbacks.append(callback)
-
-        def undo() -> None:
-            if callback in gc.callbacks:
-                gc.callbacks.remove(callback)
-
-        self._undo.append(undo)
+        self._undo.append(lambda: gc.callbacks.remove(callback))
 
     def _checkpoints(self) -> None:
         import torch
@@ -374,13 +360,6 @@ class Installer:
 
         self._undo.append(undo)
 
-    def _time_call(
-        self, kind: int, original: Callable[..., Any], wrapper: Callable[..., Any], *others: Any
-    ) -> Callable[..., Any]:
-        return time_call(
-            kind, original, *others, wrapper=wrapper, gate=self.state, spans=self.recorder.spans
-        )
-
     def _replace(self, holder: Any, name: str, wrapper: Any, *, skip: bool = True) -> None:
         """Sets an attribute, and puts back exactly what was there (or nothing, if inherited)."""
         if skip:
@@ -440,16 +419,10 @@ class Installer:
         self._memory_inputs = state.inputs = inputs
         state.slow = True
         OutOfMemory(
-            torch,
-            recorder.run,
-            memory,
-            describe=recorder.describe,
-            phase=self._phase,
-            training_thread=lambda: state.owner,
-            modules=self.roots.living,
-            optimizers=self.optimizers.living,
-            is_foreign=is_foreign,
-        ).watch()
+            torch, recorder.run, memory, describe=recorder.describe, phase=self._phase,
+            training_thread=lambda: state.owner, modules=self.roots.living,
+            optimizers=self.optimizers.living, is_foreign=is_foreign,
+        ).watch()  # fmt: skip
         memory.start_history()
 
     def _lose_memory(self, error: Exception) -> None:

@@ -44,13 +44,12 @@ def model_settings(module: Any) -> dict[str, Any]:
     loaded = sys.modules.get("torch.nn.parallel.distributed")
     parallel = getattr(loaded, "DistributedDataParallel", None)
     wrapped = [part for part in modules if type(part) is parallel] if parallel in kinds else []
+    counted = list(alike.items()) if is_whole and is_plain else None
     return {
         "name": type(module).__name__,
         "tensor_count": len(parameters),
-        "parameter_count": sum(n for _, n in alike.values()) if is_whole and is_plain else None,
-        "trainable_count": sum(n for (_, _, trains), (_, n) in alike.items() if trains)
-        if is_whole and is_plain
-        else None,
+        "parameter_count": None if counted is None else sum(n for _, (_, n) in counted),
+        "trainable_count": None if counted is None else sum(n for k, (_, n) in counted if k[2]),
         "dtypes": _sums(alike, 0, of_numbers=True),
         "devices": sorted(_sums(alike, 1)),
         "layers": {kind.__name__: count for kind, count in leaves.most_common(_LAYER_KINDS)},
@@ -157,10 +156,8 @@ class InputSizes:
             self._read_mask((kwargs, *(each for each in args if type(each) is dict)))
         except Exception as error:
             self._is_over = True
-            reason = f"{type(error).__name__}: {error}"
-            self._lines.append(
-                {"type": "settings_failed", "time_ns": self._looked_ns, "reason": reason}
-            )
+            line = {"type": "settings_failed", "time_ns": self._looked_ns}
+            self._lines.append({**line, "reason": f"{type(error).__name__}: {error}"})
             return
         if self._last.get(tag) != count:
             self._last[tag] = count

@@ -69,28 +69,24 @@ def measure_rank(torch: Any, folder: str, uuid: str = "") -> dict[str, Any]:
         half = torch.ones(_GPU_MATRIX, _GPU_MATRIX, device="cuda", dtype=torch.bfloat16)
         pinned = source.pin_memory()
 
-        def multiply() -> None:
-            half @ half
-            torch.cuda.synchronize()
+        def wait_for(work: Callable[[], object]) -> Callable[[], None]:
+            def run() -> None:
+                work()
+                torch.cuda.synchronize()
 
-        def copy() -> None:
-            pinned.to("cuda", non_blocking=True)
-            torch.cuda.synchronize()
+            return run
 
+        multiply = wait_for(lambda: half @ half)
         rates["gpu_gemm_flops"] = rate(multiply, 2 * _GPU_MATRIX**3)
         found["clock"], why = loaded_clock(multiply, uuid)
         if found["clock"]["mhz"] is None:
             found["unread"] = {"clock of its GPU under load": why}
         else:
             rates["gpu_load_clock_mhz"] = found["clock"]["mhz"]
+        copy = wait_for(lambda: pinned.to("cuda", non_blocking=True))
         rates["gpu_copy_bytes_per_s"] = rate(copy, _COPY_BYTES)
         large = torch.ones(_GPU_BYTES // 4, device="cuda")
-
-        def move() -> None:
-            large.clone()
-            torch.cuda.synchronize()
-
-        rates["gpu_memory_bytes_per_s"] = rate(move, 2 * _GPU_BYTES)
+        rates["gpu_memory_bytes_per_s"] = rate(wait_for(large.clone), 2 * _GPU_BYTES)
     return found
 
 
@@ -338,10 +334,9 @@ def cpu_limit(text: str, root: Path = Path("/sys/fs/cgroup")) -> float | None:
         below = root / ("cpu" if names else "") / path.strip("/")
         try:
             if names:
-                quota = float((below / "cpu.cfs_quota_us").read_text())
-                return (
-                    quota / float((below / "cpu.cfs_period_us").read_text()) if quota > 0 else None
-                )
+                files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                quota, whole = (float((below / name).read_text()) for name in files)
+                return quota / whole if quota > 0 else None
             allowed, period = (below / "cpu.max").read_text().split()
             return None if allowed == "max" else float(allowed) / float(period)
         except (OSError, ValueError):

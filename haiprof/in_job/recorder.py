@@ -131,14 +131,11 @@ class Recorder:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Recorder:
         """From what the launcher wrote for the hook."""
-        run = RunPaths(Path(config["run_dir"]))
         return cls(
-            run,
-            time_s=float(config["time"]),
-            warmup_s=float(config["warmup"]),
-            stacks_hz=stack_rate(config),
+            RunPaths(Path(config["run_dir"])), time_s=float(config["time"]),
+            warmup_s=float(config["warmup"]), stacks_hz=stack_rate(config),
             memory_history=str(config.get("memory_history", "off")),
-        )
+        )  # fmt: skip
 
     @property
     def attempt(self) -> int | None:
@@ -274,9 +271,9 @@ class Recorder:
                 try:
                     self._drain()
                     count += 1
-                    if count >= cost_due:
+                    if count >= cost_due and self._files is not None and not self.closed:
                         cost_due = count + max(COST_EVERY_DRAINS, count // COST_PART)
-                        self._note_cost()
+                        self._files.note_cost(self._window.started_ns)
                     if exiting:
                         self._end("exit")
                 except Exception as error:
@@ -365,9 +362,9 @@ class Recorder:
         except OSError as error:
             files.note({"type": "stacks_failed", "reason": str(error)})
             sampler.stop()
-            sampler = None
-        self._sampler = sampler
-        if sampler is not None:
+            self._sampler = None
+        else:
+            self._sampler = sampler
             sampler.begin_steps()
 
     def _make_sampler(self) -> StackSampler | None:
@@ -380,17 +377,13 @@ class Recorder:
         sampler.start()
         return sampler
 
-    def _note_cost(self) -> None:
-        if self._files is not None and not self.closed:
-            self._files.note_cost(self._window.started_ns)
-
     # -- ends ---------------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
         if self.closed:
             return
-        self._note_cost()
         if self._files is not None:
+            self._files.note_cost(self._window.started_ns)
             for each in self.installed.settings_lines(True):
                 self._files.note(each)
         ended_ns = self._window.ended_ns or _now()
@@ -424,10 +417,7 @@ class Recorder:
 
     def _listen(self, files: RankFiles) -> None:
         """Starts answering requests: goes on after the recording, until the process ends."""
-        answers = {
-            **handlers(lambda: files.collectives, self.progress),
-            **self.installed.requests,
-        }
+        answers = {**handlers(lambda: files.collectives, self.progress), **self.installed.requests}
         self.commands = Commands(self.run, answers, self.lines.append)
         self.commands.start({"rank": files.rank, "attempt": files.attempt}, ring=self._ring)
 

@@ -75,10 +75,9 @@ class RecordingWindow:
             batch = self._open(batch, self.trained_ns, now_ns)
         if self.started_ns is None:
             return batch, False
+        # What held the step that opened the window (GradScaler, train-step module).
         while self.warmup_s and batch and batch[0] >> TAG_BITS < self.started_ns:
-            batch = batch[
-                2:
-            ]  # held the step that opened the window (GradScaler, train-step module)
+            batch = batch[2:]
         if not self.time_s:
             return batch, False
         return self._close(batch, self._closes_ns(self.trained_ns, self.started_ns), now_ns)
@@ -98,11 +97,9 @@ class RecordingWindow:
         index = self._first_step_end(batch, closes_ns)
         if index is not None:
             self.ended_ns = batch[index - 1] >> TAG_BITS
-            return batch[:index], True
-        if now_ns > closes_ns + GRACE_S * _NS_PER_S:
+        elif now_ns > closes_ns + GRACE_S * _NS_PER_S:
             self.ended_ns = closes_ns
-            return batch, True
-        return batch, False
+        return batch[:index], self.ended_ns is not None
 
     def _first_step_end(
         self, batch: array[int], after_ns: int, *, before_fetch: bool = False

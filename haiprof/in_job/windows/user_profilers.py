@@ -55,8 +55,8 @@ class Guard:
         """Wraps the classes; `late` also looks for instances that were entered before (30 ms)."""
         from torch.autograd import profiler
 
-        kinds = [getattr(profiler, name, None) for name in ("profile", "emit_nvtx", "emit_itt")]
-        kinds = [kind for kind in kinds if kind is not None]
+        names = ("profile", "emit_nvtx", "emit_itt")
+        kinds = [getattr(profiler, name) for name in names if hasattr(profiler, name)]
         for kind in kinds:
             for name in _ENTERS:
                 if name in vars(kind):
@@ -85,12 +85,8 @@ class Guard:
         """Why no window may start now; None where one may."""
         from torch._C._autograd import _profiler_enabled
 
-        reason = other_tool(os.environ)
-        if reason is None and any(ref() is not None for ref in list(self._entered.values())):
-            reason = REFUSED
-        if reason is None and _profiler_enabled():
-            reason = REFUSED
-        return reason
+        is_on = any(ref() is not None for ref in list(self._entered.values()))
+        return other_tool(os.environ) or (REFUSED if is_on or _profiler_enabled() else None)
 
     def forget(self) -> None:
         """In a forked child: what was entered is the parent's."""
