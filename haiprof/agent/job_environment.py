@@ -164,11 +164,9 @@ def _digest(content: bytes) -> str:
 
 
 def find_pod(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str | None] | None:
-    """`name`, `namespace` and `uid` of the pod; None where this is none.
-
-    POD_NAME, POD_NAMESPACE and POD_UID where the pod's template sets them (the downward API), else
-    the host name, the service account's namespace, and the kubelet's mounts.
-    """
+    """`name`, `namespace` and `uid` of the pod; None where this is none."""
+    # POD_NAME, POD_NAMESPACE and POD_UID where the pod's template sets them (the downward API),
+    # else the host name, the service account's namespace, and the kubelet's mounts.
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
     mounted = _UID.search(read_text(root / "proc/self/mountinfo") or "")

@@ -515,10 +515,8 @@ class KinetoAgent:
 
 
 def _sender_pid(ancillary: list[tuple[int, int, bytes]]) -> int | None:
-    """The sender's process id from the kernel; None for another user, or if not known.
-
-    Descriptors that were sent along are closed.
-    """
+    """The sender's process id from the kernel; None for another user, or if not known."""
+    # Descriptors that were sent along are closed.
     sender: int | None = None
     for level, kind, data in ancillary:
         if level != socket.SOL_SOCKET:

@@ -396,10 +396,8 @@ class Relay:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, int]:
-    """One message, and the descriptor that came with it, or -1.
-
-    The kernel closes what there is no room for. Python's `recv_fds` passes no flags on (3.11).
-    """
+    """One message, and the descriptor that came with it, or -1."""
+    # The kernel closes what there is no room for. Python's `recv_fds` passes no flags on (3.11).
     packet, extras, _, _ = connection.recvmsg(
         control.MESSAGE_LIMIT_BYTES, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC
     )

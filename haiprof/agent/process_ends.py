@@ -221,10 +221,8 @@ class JobOutput:
                     self._sources.setdefault(found[1:3], _Source(number, found))
 
     def last_lines(self, pid: int, rank: int | None, *, failed: bool) -> dict[str, list[str]]:
-        """What a process printed last, by stream, as far as it is its own.
-
-        In a file that others print to as well, only torch's `[rank1]:` tells whose a line is.
-        """
+        """What a process printed last, by stream, as far as it is its own."""
+        # In a file that others print to as well, only torch's `[rank1]:` tells whose a line is.
         found, own = {}, self._files.get(pid, {})
         same = own.get(STDOUT, ())[1:3] == own.get(STDERR, ())[1:3]
         for stream, name in ((STDOUT, "stdout"), (STDERR, "stderr")):

@@ -359,10 +359,8 @@ _REPLY_OVERHEAD_BYTES = 64
 async def prove(
     reader: asyncio.StreamReader, write: Callable[[bytes], None], key: bytes
 ) -> Handshake:
-    """Proves this end to a peer, and has the peer prove that it is an agent with the token.
-
-    What is read before that has a fixed length, so no stranger can fill the memory.
-    """
+    """Proves this end to a peer, and has the peer prove that it is an agent with the token."""
+    # What is read before that has a fixed length, so no stranger can fill the memory.
     if await reader.readexactly(len(MAGIC)) != MAGIC:
         raise ValueError("not an agent of this version")
     nonce = await reader.readexactly(NONCE_BYTES)
@@ -480,10 +478,8 @@ class Controller(LoopThread):
         return self._loop.time() - oldest.since_s < GRACE_S
 
     def _stranger_limit(self) -> int:
-        """Maximum number of strangers; 0 where agents have all connections.
-
-        Some descriptors are left for the launcher's own work.
-        """
+        """Maximum number of strangers; 0 where agents have all connections."""
+        # Some descriptors are left for the launcher's own work.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = min(MAX_AGENTS, max(soft - _OWN_DESCRIPTORS, soft // 2))
         return min(MAX_STRANGERS, max(most - len(self._agents), 0))
@@ -543,10 +539,8 @@ _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 def join(address: str, token_file: Path) -> Controller | Uplink:
-    """Listens at the address, or connects to the launcher that does.
-
-    The command line is the same on every node: the one with that address listens.
-    """
+    """Listens at the address, or connects to the launcher that does."""
+    # The command line is the same on every node: the one with that address listens.
     where = parse_address(address)
     if _is_ours(*where):
         controller = Controller(*where, make_token(token_file))

@@ -270,11 +270,9 @@ class Finisher:
             self._start()
 
     def is_settled(self) -> bool:
-        """Whether every rank of this host is done with its window, and its files are finished.
-
-        Called once the recording is over. A rank that never reports the result of its window is
-        waited for at most `GRACE_S`.
-        """
+        """Whether every rank of this host is done with its window, and its files are finished."""
+        # Called once the recording is over. A rank that never reports the result of its window is
+        # waited for at most `GRACE_S`.
         now = time.monotonic()
         self._asked_s = now if self._asked_s is None else self._asked_s
         stems = {stem.text for stem in self._stems() if process_exists(stem.pid)}

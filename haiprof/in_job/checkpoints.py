@@ -123,11 +123,9 @@ class CheckpointLog:
 
 
 def _begun_at(own: Sequence[Place], starter: Sequence[Place] = ()) -> dict[str, Any]:
-    """The job's line that saves; of a thread that runs a library's function, who started it.
-
-    Whoever starts a thread waits until it runs, and so is seen there; None each where nobody is, as
-    with a thread that was there before.
-    """
+    """The job's line that saves; of a thread that runs a library's function, who started it."""
+    # Whoever starts a thread waits until it runs, and so is seen there; None each where nobody is,
+    # as with a thread that was there before.
     places = [place for place in own if _is_of_job(place)]
     if not places and starter and starter[0][0].co_filename.endswith(_STARTERS):
         places = [place for place in starter if _is_of_job(place)]

@@ -45,12 +45,10 @@ class Places:
 
 
 def wrap_calls(module: Any, state: State, places: Places) -> list[Callable[[], None]]:
-    """Puts wrappers behind the functions of `torch.distributed.distributed_c10d`; the undos.
-
-    torch decorates each of them with a function that logs its exceptions, and what is replaced is
-    the function inside that decorator. So the names that the job imports, pickles, and by which
-    Dynamo knows collectives that it can trace, stay the objects that they were.
-    """
+    """Puts wrappers behind the functions of `torch.distributed.distributed_c10d`; the undos."""
+    # torch decorates each of them with a function that logs its exceptions, and what is replaced is
+    # the function inside that decorator. So the names that the job imports, pickles, and by which
+    # Dynamo knows collectives that it can trace, stay the objects that they were.
     undos: list[Callable[[], None]] = []
     for name in (*CALLS, _MEETING):
         function = getattr(module, name, None)

@@ -66,10 +66,8 @@ class FlightRecorder:
         self._groups: dict[str, list[int]] = {}
 
     def beat(self) -> None:
-        """Appends the status of the groups in which something has happened since the last time.
-
-        Two threads do: the one that writes records, and the one that answers requests.
-        """
+        """Appends the status of the groups in which something has happened since the last time."""
+        # Two threads do: the one that writes records, and the one that answers requests.
         with self._beating:
             if self._dumps or self._found():
                 self._beat()
@@ -167,10 +165,8 @@ def groups_line() -> dict[str, Any] | None:
 
 
 def collective_timeout_ns() -> int | None:
-    """How long a collective of the default group may take; None where there is no group.
-
-    After that gloo raises in every rank that waits, and NCCL's watchdog ends it.
-    """
+    """How long a collective of the default group may take; None where there is no group."""
+    # After that gloo raises in every rank that waits, and NCCL's watchdog ends it.
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     group = getattr(getattr(module, "_world", None), "default_pg", None)
     if group is None:

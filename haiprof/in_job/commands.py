@@ -105,11 +105,9 @@ class Line:
 
 
 def let_look(pid: int, *, scope: Path = _PTRACE_SCOPE) -> None:
-    """Lets the agent of this node, and what it starts, see this process's stack (py-spy).
-
-    Yama (ptrace_scope 1) lets only parents do so, and the agent is none below torchrun. Where it is
-    stricter, or absent, nothing is done.
-    """
+    """Lets the agent of this node, and what it starts, see this process's stack (py-spy)."""
+    # Yama (ptrace_scope 1) lets only parents do so, and the agent is none below torchrun. Where it
+    # is stricter, or absent, nothing is done.
     try:
         if scope.read_text(encoding="ascii").strip() != "1":
             return
@@ -250,11 +248,9 @@ def handlers(
 
 
 def thread_stacks() -> list[dict[str, Any]]:
-    """What every Python thread of this process is doing.
-
-    One entry per thread, the main thread first: `name`, `main`, and `frames` from the outermost
-    to the innermost as [file, line, function]. A thread inside C shows the line that called it.
-    """
+    """What every Python thread of this process is doing."""
+    # One entry per thread, the main thread first: `name`, `main`, and `frames` from the outermost
+    # to the innermost as [file, line, function]. A thread inside C shows the line that called it.
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, own = threading.main_thread().ident, threading.get_ident()
     found = []

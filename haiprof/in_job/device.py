@@ -165,15 +165,13 @@ class DeviceTimer:
         return times
 
     def _idle_and_lag_ns(self, marks: list[_Mark], times: list[float]) -> tuple[float, float]:
-        """For how long at most the device had nothing to do; what it had left to do at the end.
-
-        A mark that the device reaches by `lag` after the host made it was queued behind work: the
-        device was busy for that time, back to the mark before it. Both clocks have no common
-        origin; the least lag so far is taken to be none, which makes lags too short where the
-        device was never idle, and the bound larger. It may grow again by what clocks drift apart.
-        The thread may lose its core beside a mark: the least lag counts from before it, others from
-        after it.
-        """
+        """For how long at most the device had nothing to do; what it had left to do at the end."""
+        # A mark that the device reaches by `lag` after the host made it was queued behind work: the
+        # device was busy for that time, back to the mark before it. Both clocks have no common
+        # origin; the least lag so far is taken to be none, which makes lags too short where the
+        # device was never idle, and the bound larger. It may grow again by what clocks drift apart.
+        # The thread may lose its core beside a mark: the least lag counts from before it, others
+        # from after it.
         origin = marks[0][1]
         lags = [self._lag_ns + at - (m[1] - origin) for m, at in zip(marks, times, strict=True)]
         longest = [lag + m[1] - m[0] for m, lag in zip(marks, lags, strict=True)]

@@ -155,14 +155,11 @@ class TorchCounters:
         self._last: Any = None
 
     def compile_line(self) -> dict[str, Any] | None:
-        """What was compiled so far, where there was something since the last line.
-
-        Source: `torch._dynamo.utils.compilation_time_metrics`, seconds by name, and
-        `get_compilation_metrics`, which also knows backward graphs and when each began.
-
-        `count` and `spent_ns` of all compilations of frames so far, and `spans`: (Unix time in
-        us, length in us) of each compilation since the last line, of backward graphs too.
-        """
+        """What was compiled so far, where there was something since the last line."""
+        # Source: `torch._dynamo.utils.compilation_time_metrics`, seconds by name, and
+        # `get_compilation_metrics`, which also knows backward graphs and when each began.
+        # `count` and `spent_ns` of all compilations of frames so far, and `spans`: (Unix time in
+        # us, length in us) of each compilation since the last line, of backward graphs too.
         utils = sys.modules.get("torch._dynamo.utils")
         metrics = getattr(utils, "compilation_time_metrics", None)
         if not isinstance(metrics, Mapping):
@@ -190,11 +187,9 @@ class TorchCounters:
         return [span for span in reversed(found) if span is not None]
 
     def allocator_line(self) -> dict[str, Any] | None:
-        """Retries and failures of the CUDA allocator so far, where the job has started CUDA.
-
-        Source: `torch.cuda.memory_stats`, `num_alloc_retries` (cached memory given back to the
-        driver to find room) and `num_ooms`.
-        """
+        """Retries and failures of the CUDA allocator so far, where the job has started CUDA."""
+        # Source: `torch.cuda.memory_stats`, `num_alloc_retries` (cached memory given back to the
+        # driver to find room) and `num_ooms`.
         cuda: Any = sys.modules.get("torch.cuda")
         if cuda is None or not cuda.is_initialized():
             return None

@@ -226,10 +226,8 @@ class StackTree:
         return found
 
     def take_definitions(self) -> dict[str, Any]:
-        """Frames and stacks that are new since the last time, as a line holds them.
-
-        It may be called while another thread finds stacks: a stack is new after its frame.
-        """
+        """Frames and stacks that are new since the last time, as a line holds them."""
+        # It may be called while another thread finds stacks: a stack is new after its frame.
         stacks, frames = take_all(self._new_stacks), take_all(self._new_frames)
         if not frames and not stacks:
             return {}
@@ -267,11 +265,9 @@ class StackTree:
         return LEFT_OUT if found is None else found
 
     def _expression(self, place: Place, name: str) -> tuple[str, int, int, int]:
-        """What an instruction of the user's code works out, as its source has it; else empty.
-
-        And which statement of its line that is, from 0 on; the line of the loop around it, and what
-        that is (`haiprof.in_job.loops`).
-        """
+        """What an instruction of the user's code works out, as its source has it; else empty."""
+        # And which statement of its line that is, from 0 on; the line of the loop around it, and
+        # what that is (`haiprof.in_job.loops`).
         code, offset = place
         if not hasattr(code, "co_positions") or is_library(
             code.co_filename, name, libraries=self._libraries

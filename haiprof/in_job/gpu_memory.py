@@ -148,11 +148,9 @@ class GpuMemory:
         return not self.recorded and enabled is not None and bool(enabled())
 
     def _record_history(self) -> None:
-        """Begins, unless the job has; one that the job begins later takes the place of ours.
-
-        Stacks of Python alone, and of allocations alone: the rest costs more (PyTorch tells 2 us
-        for each stack).
-        """
+        """Begins, unless the job has; one that the job begins later takes the place of ours."""
+        # Stacks of Python alone, and of allocations alone: the rest costs more (PyTorch tells 2 us
+        # for each stack).
         if self.history_is_the_jobs():
             self._leave_history("left", "the job records it itself")
             return
@@ -346,10 +344,9 @@ class OutOfMemory:
                     yield "optimizer_state", value
 
     def _free_blocks(self, device: int, requested: int) -> dict[str, Any]:
-        """What is reserved and free on the stream that asked: in how many pieces, how large.
-
-        Pools of CUDA graphs and of the other size are left out, which could not serve the request.
-        """
+        """What is reserved and free on the stream that asked: in how many pieces, how large."""
+        # Pools of CUDA graphs and of the other size are left out, which could not serve the
+        # request.
         if self.memory.history_is_the_jobs():
             raise ValueError("the job records the allocator's history itself, of any length")
         if self.torch.cuda.is_current_stream_capturing():

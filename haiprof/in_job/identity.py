@@ -120,10 +120,8 @@ def torch_facts() -> dict[str, Any]:
 
 
 def environment_line() -> dict[str, Any]:
-    """What this process runs with; versions are read from what torch has loaded, and from names.
-
-    The first process of a node lists its packages, the others leave it at the digest.
-    """
+    """What this process runs with; versions are read from what torch has loaded, and from names."""
+    # The first process of a node lists its packages, the others leave it at the digest.
     import hashlib
 
     packages = installed_packages(list(sys.path))
@@ -142,10 +140,8 @@ def environment_line() -> dict[str, Any]:
 
 
 def _start_ticks() -> int | None:
-    """Field 22 of /proc/self/stat: with the pid it names a process for good.
-
-    Parsed here: the part in the job imports nothing of `linux`.
-    """
+    """Field 22 of /proc/self/stat: with the pid it names a process for good."""
+    # Parsed here: the part in the job imports nothing of `linux`.
     try:
         stat = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

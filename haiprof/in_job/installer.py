@@ -151,11 +151,9 @@ class Installer:
         self.optimizers.clear()
 
     def _settings_lines(self, last: bool) -> list[dict[str, Any]]:
-        """What is to be written of settings now.
-
-        Where a look at inputs is due, the training thread's next call of a root module tells its
-        size. That one call takes the way through Python, as all do on a GPU.
-        """
+        """What is to be written of settings now."""
+        # Where a look at inputs is due, the training thread's next call of a root module tells its
+        # size. That one call takes the way through Python, as all do on a GPU.
         state = self.state
         due = not last and not state.is_closed and self._sizes.becomes_due()
         if due and state.inputs is None and not self._watches_memory:  # which looks by itself
@@ -192,12 +190,10 @@ class Installer:
             self._before_compilation(use_function)
 
     def _before_compilation(self, act: Callable[[], None]) -> None:
-        """Dynamo traces functions, but no compiled callable: it would break the graph there.
-
-        It comes to `Module.__call__` where a submodule has hooks, a `forward` of its instance, or
-        a `__call__` that calls `super().__call__`. Guards then hold the function, so it stays from
-        the first compilation on, as one that passes calls on once the hooks are out.
-        """
+        """Dynamo traces functions, but no compiled callable: it would break the graph there."""
+        # It comes to `Module.__call__` where a submodule has hooks, a `forward` of its instance, or
+        # a `__call__` that calls `super().__call__`. Guards then hold the function, so it stays
+        # from the first compilation on, as one that passes calls on once the hooks are out.
 
         def compiles(*_: Any) -> None:  # before torch 2.7 without an argument
             if not self.state.is_closed:

@@ -118,10 +118,8 @@ def _loop_text(source: Sequence[bytes], line: int) -> bytes:
 
 
 def _find_made(lines: Sequence[bytes], loop: bytes) -> set[str]:
-    """Names of a loop that lines before it give no gradients: `pos = torch.arange(n)`.
-
-    What such a tensor is made of is a number: n.
-    """
+    """Names of a loop that lines before it give no gradients: `pos = torch.arange(n)`."""
+    # What such a tensor is made of is a number: n.
     found, used = set[str](), set(re.findall(rb"\w+", loop))
     for line in lines:
         named = _CHANGES.match(line)
@@ -174,11 +172,9 @@ def _has_no_graph(node: ast.AST, free: set[str]) -> bool:
 
 
 def _leaves_no_graph(body: Sequence[ast.stmt], free: set[str], *, rounds: int) -> bool:
-    """Whether no tensor with gradients comes out of some statements: backward passes them by.
-
-    Names that they give a value are added to `free`, if it has none. `rounds` says whether those
-    of a loop need one another.
-    """
+    """Whether no tensor with gradients comes out of some statements: backward passes them by."""
+    # Names that they give a value are added to `free`, if it has none. `rounds` says whether those
+    # of a loop need one another.
     for node in body:
         if isinstance(node, ast.For):
             items, target = node.iter, node.target

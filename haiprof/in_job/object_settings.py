@@ -74,10 +74,8 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
 
 
 def input_line(module: Any, values: Iterable[Any]) -> dict[str, Any]:
-    """The line `root_input`: which dtypes a module was called with first, of floating tensors.
-
-    A batch in float64 makes float64 of whatever it meets, also where parameters are float32.
-    """
+    """The line `root_input`: which dtypes a module was called with first, of floating tensors."""
+    # A batch in float64 makes float64 of whatever it meets, also where parameters are float32.
     dtypes = (each.dtype for each in _plain_tensors(values))
     found = {_dtype_name(dtype) for dtype in dtypes if dtype.is_floating_point}
     return {"type": "root_input", "name": type(module).__name__, "dtypes": sorted(found)}
@@ -184,11 +182,9 @@ class InputSizes:
 
 
 def _plain_tensors(values: Iterable[Any]) -> Iterator[Any]:
-    """Tensors among a call's arguments, also of one list, tuple or dictionary.
-
-    This is read on the training thread: where the job follows calls of torch (a TorchFunctionMode),
-    which reading a dtype or a size is, nothing is read.
-    """
+    """Tensors among a call's arguments, also of one list, tuple or dictionary."""
+    # This is read on the training thread: where the job follows calls of torch (a
+    # TorchFunctionMode), which reading a dtype or a size is, nothing is read.
     modes = getattr(sys.modules.get("torch._C"), "_len_torch_function_stack", None)
     for value in values if modes is not None and not modes() else ():
         inner = value.values() if type(value) is dict else value
@@ -214,10 +210,8 @@ def _modules_and_parameters(module: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _count_alike(tensors: Iterable[Any]) -> tuple[_Alike, bool]:
-    """Counts tensors and the numbers in them, and whether they are all counted.
-
-    Only those whose properties run no code of the job's are: of torch's own classes.
-    """
+    """Counts tensors and the numbers in them, and whether they are all counted."""
+    # Only those whose properties run no code of the job's are: of torch's own classes.
     alike: _Alike = {}
     plain: dict[type, bool] = {}
     for tensor in tensors:

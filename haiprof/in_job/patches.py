@@ -119,10 +119,8 @@ class State(Gate):
         return self.optimizer_count + later
 
     def steps_of_job(self) -> int:
-        """Optimizer steps since this process first had hooks, or what stands for them.
-
-        Where these were in from the start, it is the same on all ranks between two steps.
-        """
+        """Optimizer steps since this process first had hooks, or what stands for them."""
+        # Where these were in from the start, it is the same on all ranks between two steps.
         trained = self.steps_before + self.optimizer_count
         return self.repeats.marks or trained or self.repeats.backwards or self.repeats.count
 
@@ -217,11 +215,9 @@ class State(Gate):
             self.idle = 0
 
     def begins_here(self) -> bool:
-        """Whether a call of this thread is one of the spans that are taken.
-
-        Hooks that were put in late begin with the main thread's first call that is inside no
-        other, as its stack tells; where training runs on another thread, its backward opens them.
-        """
+        """Whether a call of this thread is one of the spans that are taken."""
+        # Hooks that were put in late begin with the main thread's first call that is inside no
+        # other, as its stack tells; where training runs on another thread, its backward opens them.
         if _ident() != self.owner:
             return False
         if self.idle == WAITING:
@@ -383,11 +379,9 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
 
 
 def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
-    """The pair for torch's own global optimizer hooks: before and after every step.
-
-    Of an optimizer that steps another one inside (Lookahead), the inner step is taken. A step that
-    raised leaves a start behind, which the next one overwrites.
-    """
+    """The pair for torch's own global optimizer hooks: before and after every step."""
+    # Of an optimizer that steps another one inside (Lookahead), the inner step is taken. A step
+    # that raised leaves a start behind, which the next one overwrites.
     is_tracing, recorder, entries = state.is_tracing, state.recorder, optimizers.entries
     begin, finish = recorder.spans.begin, recorder.spans.end
     begin_quickly, end_quickly = step_ends(state, recorder.spans, entries)

@@ -51,10 +51,8 @@ def loop() -> None:
 
 
 def measure_rank(torch: Any, folder: str, uuid: str = "") -> dict[str, Any]:
-    """`rates` of this rank alone, higher is better: others of its node wait meanwhile.
-
-    Where it has a GPU also its `clock` under load, and in `unread` why that is not known.
-    """
+    """`rates` of this rank alone, higher is better: others of its node wait meanwhile."""
+    # Where it has a GPU also its `clock` under load, and in `unread` why that is not known.
     torch.set_num_threads(1)
     source, matrix = torch.ones(_COPY_BYTES // 4), torch.ones(_MATRIX, _MATRIX)
     found: dict[str, Any] = {}

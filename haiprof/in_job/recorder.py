@@ -211,11 +211,9 @@ class Recorder:
         return self._was_forked or _has_parent()
 
     def finish(self) -> None:
-        """Has the thread write what is left, and waits for it; at exit of the process.
-
-        Nothing is written here: a disk that hangs holds the thread, and the job's exit no longer
-        than `EXIT_WAIT_S`. What the file has by then are whole records.
-        """
+        """Has the thread write what is left, and waits for it; at exit of the process."""
+        # Nothing is written here: a disk that hangs holds the thread, and the job's exit no longer
+        # than `EXIT_WAIT_S`. What the file has by then are whole records.
         self.uncaught.finish()
         self.installed.end_window()
         unseen = self.closed or not len(self.spans)
@@ -238,10 +236,8 @@ class Recorder:
             self._ended.release()
 
     def fault(self, where: str, error: BaseException) -> None:
-        """Something of ours broke: everything is switched off, and the run directory says why.
-
-        Files are left to the thread, which may be writing to them.
-        """
+        """Something of ours broke: everything is switched off, and the run directory says why."""
+        # Files are left to the thread, which may be writing to them.
         if is_foreign(error):
             raise error
         if self.closed:

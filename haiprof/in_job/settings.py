@@ -289,11 +289,9 @@ def _calling_line(frame: FrameType) -> tuple[CodeType, int]:
 
 
 def _is_asked() -> bool:
-    """Whether the collector would not have begun by itself.
-
-    It begins when more objects were made than the first threshold; CPython 3.12 does so at the next
-    safe place, when some may be gone again (`_PyObject_GC_Del`).
-    """
+    """Whether the collector would not have begun by itself."""
+    # It begins when more objects were made than the first threshold; CPython 3.12 does so at the
+    # next safe place, when some may be gone again (`_PyObject_GC_Del`).
     threshold = gc.get_threshold()[0]
     return not gc.isenabled() or gc.get_count()[0] <= threshold - min(threshold // 8, _SLACK)
 
@@ -312,11 +310,9 @@ def memory_limit_bytes(*, proc: Path = _PROC, mount: Path = _MOUNT) -> int | Non
 def _limits(
     read: Callable[[Path], float | None], controller: str, *, proc: Path, mount: Path
 ) -> Iterator[float]:
-    """Limits of the control group and of all above it.
-
-    Inside a container the path is the host's where the namespace is shared, and not below the
-    mount: then the mount itself is the container's.
-    """
+    """Limits of the control group and of all above it."""
+    # Inside a container the path is the host's where the namespace is shared, and not below the
+    # mount: then the mount itself is the container's.
     for folder in _folders(controller, proc=proc, mount=mount):
         try:
             limit = read(folder)

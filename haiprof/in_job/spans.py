@@ -68,10 +68,8 @@ def time_call(
 def step_ends(
     gate: Any, spans: SpanBuffer, entries: dict[int, Any]
 ) -> tuple[Callable[[], int], Callable[[Any, int], bool]]:
-    """Both ends of an optimizer's step, compiled; 0 and False where Python is to do it.
-
-    The first gives the time in ns, which the second takes.
-    """
+    """Both ends of an optimizer's step, compiled; 0 and False where Python is to do it."""
+    # The first gives the time in ns, which the second takes.
     if _compiled is None or not isinstance(spans, _compiled.SpanBuffer):
         return _do_not, _do_not
     ends = _compiled.StepEnds(gate, spans, entries)

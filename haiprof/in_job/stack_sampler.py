@@ -319,10 +319,8 @@ class StackSampler:
         return int(max(_NS_PER_S / (self.hz * pace), cpu_ns / cpu_ratio, held_ns / HELD_RATIO))
 
     def _look_at_others(self) -> None:
-        """Which other Python threads used a core, and what they are at: may hold the lock.
-
-        Where training waits for a lock of the job's, who holds it may sleep: then all of them.
-        """
+        """Which other Python threads used a core, and what they are at: may hold the lock."""
+        # Where training waits for a lock of the job's, who holds it may sleep: then all of them.
         if _now() < self._looked_ns + OTHERS_NS // 5:
             return
         self._looked_ns, owner = _now(), self._thread()
@@ -377,10 +375,8 @@ def library_folders() -> list[str]:
 
 
 def _thread_cpu_ns(native_id: int | None) -> int | None:
-    """CPU time of a thread of this process; None where it is over or not known.
-
-    By the kernel's number of the thread: pthread_getcpuclockid would crash on one that is over.
-    """
+    """CPU time of a thread of this process; None where it is over or not known."""
+    # By the kernel's number of the thread: pthread_getcpuclockid would crash on one that is over.
     if native_id is None:
         return None
     try:

@@ -16,11 +16,9 @@ _OWN_DOING = {
 
 
 def start_deaf_thread(body: Callable[..., None], *arguments: Any) -> None:
-    """Starts a thread that takes no signals.
-
-    The kernel gives a signal of the process to any thread that does not block it. A job that blocks
-    SIGTERM while it saves would be ended by it in a thread of ours.
-    """
+    """Starts a thread that takes no signals."""
+    # The kernel gives a signal of the process to any thread that does not block it. A job that
+    # blocks SIGTERM while it saves would be ended by it in a thread of ours.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_DOING)
     try:
         _thread.start_new_thread(body, arguments)
@@ -30,11 +28,9 @@ def start_deaf_thread(body: Callable[..., None], *arguments: Any) -> None:
 
 @contextlib.contextmanager
 def hold_size_signal() -> Iterator[None]:
-    """Lets writes beyond RLIMIT_FSIZE fail with EFBIG, and raise no SIGXFSZ in the job's thread.
-
-    The kernel sends it to the thread that writes. Python ignores it, but a job may have gone back
-    to the default, which ends the process, or handle it as its own.
-    """
+    """Lets writes beyond RLIMIT_FSIZE fail with EFBIG, and raise no SIGXFSZ in the job's thread."""
+    # The kernel sends it to the thread that writes. Python ignores it, but a job may have gone back
+    # to the default, which ends the process, or handle it as its own.
     size_signal = {signal.SIGXFSZ}
     pending = size_signal & signal.sigpending()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, size_signal)
@@ -51,10 +47,8 @@ def hold_size_signal() -> Iterator[None]:
 def call_within(
     limit_s: float, body: Callable[..., None], *arguments: Any, or_here: bool = False
 ) -> bool:
-    """Calls something that may hang on a disk, in a thread of its own.
-
-    Where no thread can be started any more it is not called, or with `or_here` on this one.
-    """
+    """Calls something that may hang on a disk, in a thread of its own."""
+    # Where no thread can be started any more it is not called, or with `or_here` on this one.
     over = _thread.allocate_lock()
     over.acquire()
 

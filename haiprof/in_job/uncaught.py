@@ -65,10 +65,8 @@ class Uncaught:
         return self._ended and self._pid == os.getpid()
 
     def watch(self) -> None:
-        """Replaces Python's own default hooks, and no others, by ones that call them.
-
-        What ends the process from native code is written down, too, where that can be had.
-        """
+        """Replaces Python's own default hooks, and no others, by ones that call them."""
+        # What ends the process from native code is written down, too, where that can be had.
         _watch_terminate(self._run.uncaught)
         _watch_crashes(self._run.uncaught)
         with contextlib.suppress(OSError):

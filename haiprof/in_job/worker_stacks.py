@@ -38,11 +38,9 @@ _WORKER_MODULE = "torch.utils.data._utils.worker"
 
 
 def wrap_worker_loop(original: Callable[..., Any], recorder: Recorder) -> Any:
-    """The body of a DataLoader worker, sampled by a thread in that worker until it ends.
-
-    It runs in a forked child, which has this recorder, or in one that was started anew and has its
-    own; both write to the folder of the rank that started them.
-    """
+    """The body of a DataLoader worker, sampled by a thread in that worker until it ends."""
+    # It runs in a forked child, which has this recorder, or in one that was started anew and has
+    # its own; both write to the folder of the rank that started them.
     until = original.__code__
 
     @functools.wraps(original)

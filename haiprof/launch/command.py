@@ -52,11 +52,9 @@ class CommandLine:
 
 
 def parse_command_line(words: Sequence[str]) -> CommandLine:
-    """Takes haiprof's options out of a command line.
-
-    Options stand before the script; after it only `--time` and `--options profile.NAME=VALUE` are
-    haiprof's, as in the published tool. From `--` on everything is the script's, untouched.
-    """
+    """Takes haiprof's options out of a command line."""
+    # Options stand before the script; after it only `--time` and `--options profile.NAME=VALUE` are
+    # haiprof's, as in the published tool. From `--` on everything is the script's, untouched.
     taker = _OptionParser(list(words))
     taker.leading()
     if not taker.left:
@@ -253,10 +251,8 @@ def _executable(program: list[str]) -> list[str]:
 
 
 def find_program(name: str) -> str:
-    """A program that is not on PATH is looked for beside this interpreter.
-
-    So `haiprof torchrun` works in a virtual environment that is not activated.
-    """
+    """A program that is not on PATH is looked for beside this interpreter."""
+    # So `haiprof torchrun` works in a virtual environment that is not activated.
     installed = Path(sys.executable).parent / name
     is_beside = "/" not in name and shutil.which(name) is None and installed.exists()
     return str(installed) if is_beside else name

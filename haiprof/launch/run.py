@@ -49,10 +49,8 @@ def live_as_companion(
     to_launcher: Line, *, supervisor: Supervisor, line: CommandLine, options: Options,
     environ: Mapping[str, str], launcher_pid: int, subcommand: Subcommand,
 ) -> None:  # fmt: skip
-    """The work of the companion process, from the run directory to the verdict.
-
-    The supervisor is as it was when this process was forked from it.
-    """
+    """The work of the companion process, from the run directory to the verdict."""
+    # The supervisor is as it was when this process was forked from it.
     try:
         run, manifest, created = create_run(
             options, command=line.command, name=line.name, environ=environ,
@@ -119,10 +117,8 @@ def job_environment(environ: Mapping[str, str], run: RunPaths) -> dict[str, str]
 
 
 def _flight_recorder(environ: Mapping[str, str], run: RunPaths) -> dict[str, str]:
-    """PyTorch's Flight Recorder on, as it is by default from torch 2.5 on; its dumps in the run.
-
-    NCCL's watchdog writes them before it ends a rank. What the user has set stays.
-    """
+    """PyTorch's Flight Recorder on, as it is by default from torch 2.5 on; its dumps in the run."""
+    # NCCL's watchdog writes them before it ends a rank. What the user has set stays.
     wanted = dict.fromkeys(ENV_FLIGHT_SIZES, FLIGHT_ENTRIES)
     dumps = dict.fromkeys(ENV_FLIGHT_DUMPS, run.flight_prefix)
     pairs = [each for each in (wanted, dumps) if not any(name in environ for name in each)]
@@ -130,10 +126,8 @@ def _flight_recorder(environ: Mapping[str, str], run: RunPaths) -> dict[str, str
 
 
 def _runs_already(run: RunPaths, name: str) -> str | None:
-    """Another run of this job in the same log directory that its launcher still looks after.
-
-    Only the newest few of that name are looked at, and only this node's processes: it is a hint.
-    """
+    """Another run of this job in the same log directory that its launcher still looks after."""
+    # Only the newest few of that name are looked at, and only this node's processes: it is a hint.
     try:
         with os.scandir(run.root.parent) as entries:
             names = sorted(e.name for e in entries if e.name.startswith(f"{name}-"))

@@ -115,11 +115,9 @@ def _let_administrators_read(folder: Path, group: str) -> None:
 
 
 def _check_own(run: RunPaths, owner: int) -> None:
-    """Checks that an existing run directory belongs to this user alone.
-
-    Its name may have been known beforehand (Slurm's and `--run-id`), and the hook, the agents and
-    the reading commands trust what is in it.
-    """
+    """Checks that an existing run directory belongs to this user alone."""
+    # Its name may have been known beforehand (Slurm's and `--run-id`), and the hook, the agents and
+    # the reading commands trust what is in it.
     problem = find_problem(run.root, owner=owner)
     if not problem and not run.manifest.is_file():
         problem = "is no run directory of haiprof's"
@@ -135,11 +133,9 @@ def _check_own(run: RunPaths, owner: int) -> None:
 
 
 def find_open_folder(folder: Path) -> str:
-    """The folder above a log directory in which every user can rename entries; or empty.
-
-    Recording goes on there: no code and no request is taken from a run directory that is not the
-    user's own. But others can put their own in its place, and readers would believe it.
-    """
+    """The folder above a log directory in which every user can rename entries; or empty."""
+    # Recording goes on there: no code and no request is taken from a run directory that is not the
+    # user's own. But others can put their own in its place, and readers would believe it.
     folder = Path(os.path.realpath(folder))
     for part in (folder, *folder.parents):
         mode = part.stat().st_mode

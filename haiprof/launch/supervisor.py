@@ -414,10 +414,8 @@ class Supervisor:
         return Outcome.from_code(self._child.returncode)
 
     def _lingering_s(self, so_far_s: float) -> float:
-        """How long the job has been over while the log directory does not answer.
-
-        Freeing much memory takes its time too: there the companion still gives its pulse.
-        """
+        """How long the job has been over while the log directory does not answer."""
+        # Freeing much memory takes its time too: there the companion still gives its pulse.
         if self._line is None or status_of_ended(self.pid) is None:
             return 0.0
         if not so_far_s:
@@ -508,10 +506,8 @@ class Supervisor:
             self._line.send(**content)
 
     def _listen(self, limit_s: float, take: Callable[[Signal], None]) -> dict[str, Any] | None:
-        """The companion's next message; None if it gave no sign of life for so long.
-
-        Time is counted in short pieces: that in which the launcher was stopped is no silence.
-        """
+        """The companion's next message; None if it gave no sign of life for so long."""
+        # Time is counted in short pieces: that in which the launcher was stopped is no silence.
         assert self._line is not None
         silent_s = 0.0
         while silent_s < limit_s:

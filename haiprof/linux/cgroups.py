@@ -49,10 +49,8 @@ class Cgroup:
 def find_cgroup(
     controller: str, memberships: str, mountinfo: str, root: Path
 ) -> Cgroup | Unavailable:
-    """The cgroup of a controller: in its own tree (version 1), or in version 2's; or why none.
-
-    Source: cgroups(7), proc_pid_mountinfo(5), Linux Documentation/admin-guide/cgroup-v2.rst.
-    """
+    """The cgroup of a controller: in its own tree (version 1), or in version 2's; or why none."""
+    # Source: cgroups(7), proc_pid_mountinfo(5), Linux Documentation/admin-guide/cgroup-v2.rst.
     places = (line.partition(":")[2].partition(":") for line in memberships.splitlines())
     paths = {name: path for names, _, path in places for name in names.split(",")}
     version = 1 if controller in paths and controller != V2 else 2
@@ -95,11 +93,9 @@ class Limit:
         self._reason = f"no {name} is set in {cgroups[0].folder}, nor visible above it"
 
     def read(self) -> float | None:
-        """The limit; None without one, or without its files.
-
-        The top of a tree has no such files, nor has a cgroup that the controller is not enabled
-        for.
-        """
+        """The limit; None without one, or without its files."""
+        # The top of a tree has no such files, nor has a cgroup that the controller is not enabled
+        # for.
         found = []
         for files in self._files:
             with contextlib.suppress(FileNotFoundError):
@@ -312,10 +308,8 @@ def memory_cgroup(pid: int, *, root: Path = Path("/")) -> Cgroup | None:
 
 
 def oom_kill_count(cgroup: Cgroup) -> int | None:
-    """How many processes of a control group the kernel has killed for want of memory.
-
-    Source: Linux Documentation/admin-guide/cgroup-v2.rst (memory.events), memcontrol-v1.c.
-    """
+    """How many processes of a control group the kernel has killed for want of memory."""
+    # Source: Linux Documentation/admin-guide/cgroup-v2.rst (memory.events), memcontrol-v1.c.
     name = "memory.oom_control" if cgroup.version == 1 else "memory.events"
     with contextlib.suppress(OSError, ValueError):
         return NamedNumbers(("oom_kill ",))((cgroup.folder / name).read_bytes())[0]
@@ -356,10 +350,8 @@ class KernelLog:
 
 
 def parse_oom_kill(record: bytes) -> OomKill | None:
-    """A record of the kernel's log as a kill; None for any other.
-
-    Source: mm/oom_kill.c, __oom_kill_process().
-    """
+    """A record of the kernel's log as a kill; None for any other."""
+    # Source: mm/oom_kill.c, __oom_kill_process().
     match = _KILLED.search(record)
     if match is None or b"out of memory" not in record.lower():
         return None

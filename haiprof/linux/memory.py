@@ -62,10 +62,8 @@ _PAGING = {"pgfault ": 1, "pgmajfault ": 1, "oom_kill ": 1, "compact_stall ": 1,
 
 
 def parse_memory_sizes() -> Callable[[bytes], Values]:
-    """A parser of /proc/meminfo into MEMORY_COLUMNS, in bytes; its kB are KiB.
-
-    Source: Linux Documentation/filesystems/proc.rst, meminfo.
-    """
+    """A parser of /proc/meminfo into MEMORY_COLUMNS, in bytes; its kB are KiB."""
+    # Source: Linux Documentation/filesystems/proc.rst, meminfo.
     numbers = NamedNumbers((*_SIZES, *_HUGE_PAGES), (1024,) * len(_SIZES) + (1, 1))
 
     def parse(content: bytes) -> Values:
@@ -93,11 +91,9 @@ def pressure_reading(path: Path, resource: str, *, lacking: str, full: bool = Tr
 
 
 def parse_pressure(content: bytes) -> Values:
-    """Time in ns in which some task, and in which all of them, waited; from a pressure file.
-
-    Source: Linux Documentation/accounting/psi.rst; its totals are in us. `full` of cpu is not
-    there before Linux 5.13.
-    """
+    """Time in ns in which some task, and in which all of them, waited; from a pressure file."""
+    # Source: Linux Documentation/accounting/psi.rst; its totals are in us. `full` of cpu is not
+    # there before Linux 5.13.
     some, _, rest = content.partition(b"\n")
     if not some.startswith(b"some "):
         raise ValueError("the first line is not `some`")

@@ -238,13 +238,10 @@ _NO_DIRECTION = Unavailable("resctrl does not distinguish reads from writes", st
 
 
 def resctrl_entities(root: Path) -> list[Entity]:
-    """One entity per socket, from the sum over all control groups.
-
-    The traffic is that of the socket's CPUs beyond their last-level cache, wherever the memory is,
-    without transfers by devices (GPUs, network adapters).
-
-    Source: Linux Documentation/filesystems/resctrl.rst.
-    """
+    """One entity per socket, from the sum over all control groups."""
+    # The traffic is that of the socket's CPUs beyond their last-level cache, wherever the memory
+    # is, without transfers by devices (GPUs, network adapters).
+    # Source: Linux Documentation/filesystems/resctrl.rst.
     folder = root / "sys/fs/resctrl"
     if not folder.is_dir():
         raise Unavailable(f"{folder}: the kernel or the CPU has no resctrl")

@@ -47,10 +47,8 @@ class WatchedProcess:
         self.parent = procfs.read_parent(root, pid)
 
     def read_exit(self) -> ProcessExit:
-        """How it ended, once its descriptor is readable.
-
-        The kernel tells it by the descriptor once the parent has asked, and by /proc until then.
-        """
+        """How it ended, once its descriptor is readable."""
+        # The kernel tells it by the descriptor once the parent has asked, and by /proc until then.
         asked = (("kernel", self._from_kernel), ("zombie", self._from_zombie),
                  ("kernel", self._from_kernel))  # fmt: skip
         for source, ask in asked:
@@ -309,11 +307,9 @@ class Process:
 
 
 def ranks_among(pids: Iterable[int], *, proc: Path = Path("/proc")) -> list[Process]:
-    """The ranks among some processes, by rank.
-
-    A rank is a process that has libtorch mapped, except launchers of labelled ranks, children of a
-    rank (DataLoader workers) and Python's own helper processes.
-    """
+    """The ranks among some processes, by rank."""
+    # A rank is a process that has libtorch mapped, except launchers of labelled ranks, children of
+    # a rank (DataLoader workers) and Python's own helper processes.
     found = {pid: process for pid in pids if (process := _process(pid, proc)) is not None}
     if any(process.rank is not None for process in found.values()):
         found = {pid: process for pid, process in found.items() if process.rank is not None}

@@ -174,11 +174,9 @@ class ProcessReading:
 
 
 def read_process(root: Path, pid: int) -> ProcessReading | None:
-    """Reads /proc/PID/io, then statm and stat; None when the process is gone.
-
-    The order matters to `process_family`: bytes of a waited child are never seen before the wait.
-    Resident memory is statm's: stat's own lags behind by what each CPU still holds back.
-    """
+    """Reads /proc/PID/io, then statm and stat; None when the process is gone."""
+    # The order matters to `process_family`: bytes of a waited child are never seen before the wait.
+    # Resident memory is statm's: stat's own lags behind by what each CPU still holds back.
     folder = f"{root}/proc/{pid}"
     io_result = _read_io(f"{folder}/io")
     try:
@@ -243,11 +241,9 @@ def _read_io(path: str) -> tuple[int, int, int, int] | Unavailable:
 
 
 def process_state(pid: int, *, proc: Path = Path("/proc")) -> dict[str, str | None]:
-    """The kernel's view of a process on this node: `state`, its letter, and `wchan`.
-
-    Source: proc_pid_stat(5): R running, S sleeping, D waiting for a disk or driver, T stopped by a
-    signal, t stopped by a tracer, Z ended and not yet collected.
-    """
+    """The kernel's view of a process on this node: `state`, its letter, and `wchan`."""
+    # Source: proc_pid_stat(5): R running, S sleeping, D waiting for a disk or driver, T stopped by
+    # a signal, t stopped by a tracer, Z ended and not yet collected.
     fields = read_stat(proc.parent, pid)
     if fields is None:
         return {"state": None, "wchan": None}

@@ -37,11 +37,9 @@ class Cpu:
 
 
 def read_cpu(root: Path) -> Cpu:
-    """The first CPU of /proc/cpuinfo; zeros and empty text for what it does not state.
-
-    Only its first entry is read: with hundreds of CPUs the file has hundreds of KiB, and the kernel
-    may ask each CPU for its frequency.
-    """
+    """The first CPU of /proc/cpuinfo; zeros and empty text for what it does not state."""
+    # Only its first entry is read: with hundreds of CPUs the file has hundreds of KiB, and the
+    # kernel may ask each CPU for its frequency.
     try:
         with open(root / "proc/cpuinfo", "rb", buffering=0) as file:
             text = file.read(_CPU_BYTES).decode("ascii", errors="replace")
@@ -138,11 +136,9 @@ def node_of_cpu(root: Path) -> dict[int, int]:
 
 
 def gpu_bus_id(root: Path, uuid: str) -> str | None:
-    """The PCI address of an NVIDIA GPU, from the driver's files, without NVML.
-
-    The driver shows a UUID once the GPU has been started; a MIG instance has one of its own, which
-    is not there.
-    """
+    """The PCI address of an NVIDIA GPU, from the driver's files, without NVML."""
+    # The driver shows a UUID once the GPU has been started; a MIG instance has one of its own,
+    # which is not there.
     folder = root / "proc/driver/nvidia/gpus"
     for name in sorted(list_names(folder)):
         lines = (read_text(folder / name / "information") or "").splitlines()

@@ -69,13 +69,10 @@ the NFS client counts by column."""
 
 
 def nfs_counts(content: str) -> dict[str, NfsCounts]:
-    """Counters of NFS in /proc/self/mountstats by mount point.
-
-    A time below 0 (a known bug of the client, which writes it as a number near 2^64) stays
-    negative: it grows correctly from there.
-
-    Source: kernel fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats.
-    """
+    """Counters of NFS in /proc/self/mountstats by mount point."""
+    # A time below 0 (a known bug of the client, which writes it as a number near 2^64) stays
+    # negative: it grows correctly from there.
+    # Source: kernel fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats.
     found = {}
     for block in re.split(r"^device ", content, flags=re.MULTILINE)[1:]:
         head, _, body = block.partition("\n")
@@ -133,11 +130,9 @@ def _in_range(value: int | None) -> int | None:
 
 
 def lustre_values(content: bytes) -> Sequence[int | None]:
-    """`LUSTRE_COLUMNS` from a client's llite stats.
-
-    A line is `name count samples [unit] min max sum`; the client leaves out what has not happened
-    yet, which is 0.
-    """
+    """`LUSTRE_COLUMNS` from a client's llite stats."""
+    # A line is `name count samples [unit] min max sum`; the client leaves out what has not happened
+    # yet, which is 0.
     lines = {words[0]: words for words in (line.split() for line in content.split(b"\n")) if words}
     if b"snapshot_time" not in lines:
         raise ValueError("no snapshot_time")
@@ -154,10 +149,8 @@ def _lustre_sum(words: Sequence[bytes] | None) -> int | None:
 
 
 def lustre_stats(root: Path, mount: MountEntry) -> Path:
-    """The stats file of a Lustre mount.
-
-    Source: lustre/llite/lproc_llite.c: debugfs since 2.12, /proc before.
-    """
+    """The stats file of a Lustre mount."""
+    # Source: lustre/llite/lproc_llite.c: debugfs since 2.12, /proc before.
     wanted = mount.source.rpartition(":/")[2].split("/")[0]
     denied = None
     for base in (root / "sys/kernel/debug/lustre/llite", root / "proc/fs/lustre/llite"):

@@ -344,11 +344,9 @@ def reach(url: str) -> None:
 
 
 def fetch(url: str) -> str:
-    """The exporter's page.
-
-    Requested in HTTP 1.0 without Python's own client: no proxy and no redirect is followed, nothing
-    is imported into the launcher, and the time limit covers the whole answer.
-    """
+    """The exporter's page."""
+    # Requested in HTTP 1.0 without Python's own client: no proxy and no redirect is followed,
+    # nothing is imported into the launcher, and the time limit covers the whole answer.
     host, port, path = _address(url)
     shown = mask_text(url)
     request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAccept: text/plain\r\n\r\n"
@@ -619,11 +617,9 @@ class GpuSampler(NvmlSampler):
         return found
 
     def readings(self, device: Device) -> Iterator[Reading]:
-        """Cheap calls, one batch of fields, one pair of GPM samples.
-
-        Traffic over PCIe is GPM's where there is GPM, since the fields cost a call of up to 4 ms;
-        traffic over NVLink is the fields', unless this user may not read them.
-        """
+        """Cheap calls, one batch of fields, one pair of GPM samples."""
+        # Traffic over PCIe is GPM's where there is GPM, since the fields cost a call of up to 4 ms;
+        # traffic over NVLink is the fields', unless this user may not read them.
         yield _utilization(device)
         yield _memory(device)
         for call in CALLS:

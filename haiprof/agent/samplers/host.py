@@ -53,11 +53,9 @@ class SummedCounters:
         return tuple(self._totals)
 
     def _grow(self, totals: list[int], values: Sequence[int], last: Sequence[int]) -> bool:
-        """Adds the growth of one device, unless one of its counters was reset.
-
-        A counter that decreases has wrapped if it grew by less than half its range; otherwise it
-        was reset (serial number arithmetic, RFC 1982). Those of 64 bits never wrap.
-        """
+        """Adds the growth of one device, unless one of its counters was reset."""
+        # A counter that decreases has wrapped if it grew by less than half its range; otherwise it
+        # was reset (serial number arithmetic, RFC 1982). Those of 64 bits never wrap.
         growths = []
         for value, before, whole in zip(values, last, self._ranges, strict=True):
             growth = value - before
@@ -220,10 +218,8 @@ class NetworkTotals:
 
 
 def _default_interfaces(routes: Path) -> set[str]:
-    """Interfaces of default routes; none where the list cannot be read.
-
-    Source: Linux net/ipv4/fib_trie.c, fib_route_seq_show(): destination and mask are in hex.
-    """
+    """Interfaces of default routes; none where the list cannot be read."""
+    # Source: Linux net/ipv4/fib_trie.c, fib_route_seq_show(): destination and mask are in hex.
     try:
         lines = routes.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
     except OSError:

@@ -62,11 +62,9 @@ _NAMED_WRITE = (("cas_count_write",), ("cas_count_write_sch0", "cas_count_write_
 def _intel(
     read: tuple[str, ...], write: tuple[str, ...], *, trusted: bool = True
 ) -> tuple[Metric, ...]:
-    """CAS commands of DDR channels, 64 B each; data flits of UPI, nine for 64 B.
-
-    Source: Linux arch/x86/events/intel/uncore_snbep.c; tools/perf pmu-events, metric
-    `upi_data_transmit_bw` (UNC_UPI_TxL_FLITS.ALL_DATA).
-    """
+    """CAS commands of DDR channels, 64 B each; data flits of UPI, nine for 64 B."""
+    # Source: Linux arch/x86/events/intel/uncore_snbep.c; tools/perf pmu-events, metric
+    # `upi_data_transmit_bw` (UNC_UPI_TxL_FLITS.ALL_DATA).
     named = (_NAMED_READ, _NAMED_WRITE) if trusted else ((), ())
     return (
         Metric(column=READ, pmu=_IMC, named=named[0], terms=read),
@@ -544,11 +542,9 @@ class RankCounters:
             self._counters = None
 
     def _open(self) -> Counters:
-        """Counters for every thread there is.
-
-        A thread that appears meanwhile may be counted by inheritance or not at all, according to
-        which thread has started it: everything is then opened anew.
-        """
+        """Counters for every thread there is."""
+        # A thread that appears meanwhile may be counted by inheritance or not at all, according to
+        # which thread has started it: everything is then opened anew.
         for _ in range(_TRIES):
             threads = self._threads()
             count, spare = len(threads), self.spare()

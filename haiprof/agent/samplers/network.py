@@ -183,12 +183,10 @@ class Attribute:
     _fd: int = -1
 
     def read(self) -> tuple[int | None]:
-        """The count in its unit; None beyond 63 bits.
-
-        A file that stays open and fails is not opened again at once: its device may be another one
-        by now, whose count must not continue this one's. The caller checks that before the next
-        read.
-        """
+        """The count in its unit; None beyond 63 bits."""
+        # A file that stays open and fails is not opened again at once: its device may be another
+        # one by now, whose count must not continue this one's. The caller checks that before the
+        # next read.
         if self._fd < 0:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:

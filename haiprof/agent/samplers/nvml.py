@@ -337,12 +337,10 @@ class Field:
 
 
 def gpu_fields(driver: Version) -> tuple[Field, ...]:
-    """Power, energy, temperature and throttle times.
-
-    The ids below 199 never changed. Those of the thermal slowdowns did: 251 to 253 in the headers
-    of 575.51 and 580.65 (what that driver's nvidia-smi asks for), 269 to 271 from 580.82 on, where
-    251 is another quantity; so an unknown driver is not asked.
-    """
+    """Power, energy, temperature and throttle times."""
+    # The ids below 199 never changed. Those of the thermal slowdowns did: 251 to 253 in the headers
+    # of 575.51 and 580.65 (what that driver's nvidia-smi asks for), 269 to 271 from 580.82 on,
+    # where 251 is another quantity; so an unknown driver is not asked.
     heat: tuple[int | None, ...] = (None, None, None)
     if driver >= (580, 82):
         heat = (269, 270, 271)

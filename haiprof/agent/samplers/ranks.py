@@ -186,12 +186,9 @@ class ProcessSampler(RankSampler):
 
 
 def parse_run_queue_wait(content: bytes) -> tuple[int | None]:
-    """Time in ns in which a thread could run and had no CPU, from its schedstat.
-
-    A kernel that does not count writes `0 0 0`, which a thread that ever ran cannot have.
-
-    Source: Linux Documentation/scheduler/sched-stats.rst, fs/proc/base.c proc_pid_schedstat().
-    """
+    """Time in ns in which a thread could run and had no CPU, from its schedstat."""
+    # A kernel that does not count writes `0 0 0`, which a thread that ever ran cannot have.
+    # Source: Linux Documentation/scheduler/sched-stats.rst, fs/proc/base.c proc_pid_schedstat().
     ran_ns, waited_ns, run_count = map(int, content.split())
     return (waited_ns if ran_ns or waited_ns or run_count else None,)
 

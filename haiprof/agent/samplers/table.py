@@ -287,11 +287,9 @@ class TableSampler:
         return b"".join([self._sample(*entry) for entry in list(self._entities.values())])
 
     def drain_lines(self) -> list[Mapping[str, object]]:
-        """What else happened since the last call, as lines for the node's events file.
-
-        Each has a `type`: `entity` for an entity that appeared later (with `key` and `name`), or
-        one that the sampler documents.
-        """
+        """What else happened since the last call, as lines for the node's events file."""
+        # Each has a `type`: `entity` for an entity that appeared later (with `key` and `name`), or
+        # one that the sampler documents.
         lines, self._lines = self._lines, []
         return lines
 

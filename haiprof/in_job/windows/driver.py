@@ -122,11 +122,9 @@ class Tracer:
         return True
 
     def _join(self) -> None:
-        """The job trains already: steps go on from how often its optimizers have stepped.
-
-        What repeats in a process that has not trained, and calls of haiprof.step(), are counted
-        from the start.
-        """
+        """The job trains already: steps go on from how often its optimizers have stepped."""
+        # What repeats in a process that has not trained, and calls of haiprof.step(), are counted
+        # from the start.
         self._late = False
         if self._state.repeats.count:
             return
@@ -135,11 +133,9 @@ class Tracer:
             self._meeting = Meeting(self._config, self._agreement, joined=self._base)
 
     def _meets(self, meeting: Meeting) -> bool:
-        """Whether all ranks follow the steps from this span on.
-
-        What makes up a step is learned from the spans: ranks that began between different ones
-        would cut a step of several optimizers at different places.
-        """
+        """Whether all ranks follow the steps from this span on."""
+        # What makes up a step is learned from the spans: ranks that began between different ones
+        # would cut a step of several optimizers at different places.
         if self._has_expired():
             return False
         count = self._state.steps_of_job()
@@ -226,11 +222,9 @@ class Tracer:
             steady.asleep_until = self._windows.asleep_until - self._base
 
     def _repeats(self) -> bool:
-        """Whether steps are marked by the job, or are what repeats in it.
-
-        An evaluation before the training repeats, too: a window of the launcher's options waits
-        for the training where an optimizer has been made, one that was asked for now does not.
-        """
+        """Whether steps are marked by the job, or are what repeats in it."""
+        # An evaluation before the training repeats, too: a window of the launcher's options waits
+        # for the training where an optimizer has been made, one that was asked for now does not.
         repeats = self._state.repeats
         if repeats.marks or not repeats.settled:
             return bool(repeats.marks)
@@ -352,11 +346,9 @@ def attach(
 def plan_request(
     request_id: str, arguments: Mapping[str, Any], *, recorder: Recorder, state: State
 ) -> Mapping[str, Any] | None:
-    """Plans the window, and replies `accepted`; the final reply follows when it is over.
-
-    All ranks take the same steps: those from `first` on, which lies so far ahead that every rank
-    has heard of it; without it, the rank that first knows how far it is settles it for all.
-    """
+    """Plans the window, and replies `accepted`; the final reply follows when it is over."""
+    # All ranks take the same steps: those from `first` on, which lies so far ahead that every rank
+    # has heard of it; without it, the rank that first knows how far it is settles it for all.
     if recorder.closed:
         return _refusal("its recording has ended, and with it haiprof's hooks (haiprof attach)")
     if state.watch is not None:

@@ -76,10 +76,8 @@ class ForwardLines:
         return self._step if self._is_of_job(frame.f_code) else None
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> _Step | None:
-        """A line begins, or one goes on since a function that it called has ended.
-
-        An error in here would be the job's: it does nothing that can fail.
-        """
+        """A line begins, or one goes on since a function that it called has ended."""
+        # An error in here would be the job's: it does nothing that can fail.
         if not self._on or self._number is None:
             return None
         if event not in ("line", "return"):

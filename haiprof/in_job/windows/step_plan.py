@@ -213,10 +213,8 @@ class Plan:
         return self.upcoming
 
     def ends_at(self, number: int, times: StepTimes) -> int | None:
-        """The step after the window that runs; None while that is open.
-
-        A window in seconds ends on the same step on every rank: one of the next.
-        """
+        """The step after the window that runs; None while that is open."""
+        # A window in seconds ends on the same step on every rank: one of the next.
         wanted = self._wanted
         if wanted is None or wanted.until_ns is None or wanted.after_last is not None:
             return None if wanted is None else wanted.after_last
@@ -246,10 +244,8 @@ class Plan:
     def _agree(
         self, name: str, number: int, due_ns: int, times: StepTimes, *, least: int
     ) -> int | None:
-        """A step that all ranks take, settled from a time on: at least so many steps ahead.
-
-        By then every rank has looked into the run directory.
-        """
+        """A step that all ranks take, settled from a time on: at least so many steps ahead."""
+        # By then every rank has looked into the run directory.
         found = self._agreement.find(name)
         if found is None and _now() >= due_ns:
             step_ns, ahead = times.usual_ns or self._pace_ns, 0

@@ -517,10 +517,9 @@ _HEAD = 'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
 
 
 def skypilot(spec: JobSpec) -> str:
-    """A task: what each node runs is one line of shell.
-
-    Source: SkyPilot's YAML and variables (docs.skypilot.co: reference/yaml-spec, distributed-jobs).
-    """
+    """A task: what each node runs is one line of shell."""
+    # Source: SkyPilot's YAML and variables (docs.skypilot.co: reference/yaml-spec,
+    # distributed-jobs).
     words = node_words(
         spec,
         rendezvous=static(Expanded("$head"), Expanded("$SKYPILOT_NODE_RANK")),

@@ -286,10 +286,8 @@ def _executor(folder: Path) -> tuple[Any, type[Exception]]:
 
 @contextmanager
 def _outside_jobs() -> Iterator[None]:
-    """Hides the variables of a Slurm job in which this runs: they are not the new one's.
-
-    submitit's own `clean_env` also hides SLURM_CONF and what a site sets for sbatch.
-    """
+    """Hides the variables of a Slurm job in which this runs: they are not the new one's."""
+    # submitit's own `clean_env` also hides SLURM_CONF and what a site sets for sbatch.
     prefixes = ("SLURM_", "SLURMD_", "SUBMITIT_")
     inside = "SLURM_JOB_ID" in os.environ
     names = {n for n in os.environ if n.startswith(prefixes) and n != "SLURM_CONF"}
