@@ -271,8 +271,6 @@ class Burst:
             remedy = f"nsys export --type=sqlite {self.node.burst_report}"
             self._end("stopped", Refusal(reason, remedy if self.status == "exporting" else ""))
 
-    # -- states - ------------------------------------------------------------------------
-
     def _sample(self, nsys: Nsys) -> None:
         options, node = self.options, self.node
         self._scratch = MadeFolder.make(node.burst_scratch, below=node.run_root)
@@ -343,8 +341,6 @@ class Burst:
                 preexec_fn=before,
             )  # fmt: skip
         self._deadline_s = time.monotonic() + seconds
-
-    # -- the end ------------------------------------------------------------------------------
 
     def _end(self, status: str, why: Refusal) -> None:
         """Ends whatever runs, cleans up, and records the result."""

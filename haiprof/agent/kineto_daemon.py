@@ -316,10 +316,7 @@ class PendingRequests:
     requests: dict[str, Pending] = field(default_factory=dict)
 
     def note_client(self, pid: int, ask: Ask) -> tuple[str, str]:
-        """Notes that a process asks; returns its answer, and the id of the request behind it.
-
-        Call `delivered` once it is sent.
-        """
+        """Notes that a process asks: its answer, and the request, to be noted once it is sent."""
         self._forget()
         if pid in self.clients or len(self.clients) < CLIENT_LIMIT:
             self.clients[pid] = (ask, self.mono_ns())

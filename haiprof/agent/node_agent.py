@@ -490,10 +490,8 @@ def _why_blocked(
 
 
 def interpreter_flags(argv: Sequence[str]) -> str:
-    """The single-letter flags that the interpreter itself took, in order.
-
-    They end at the script, `-`, `--`, `-c` or `-m`; `-uI` is two of them, `-Wignore` is one.
-    """
+    """The single-letter flags that the interpreter itself took, in order."""
+    # They end at the script, `-`, `--`, `-c` or `-m`; `-uI` is two of them, `-Wignore` is one.
     flags = ""
     words = iter(argv[1:])
     for word in words:

@@ -448,8 +448,6 @@ class Controller(LoopThread):
         self._agents.pop(task, None)
         task.cancel()
 
-    # -- who comes in --------------------------------------------------------------------------
-
     async def _accept(self, listener: socket.socket) -> None:
         """Accepts connections until it is cancelled, and then closes all of them."""
         try:

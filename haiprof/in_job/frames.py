@@ -70,12 +70,9 @@ def why_not_safe() -> str:
 def read_stacks(
     idents: Container[int] | None, *, until: CodeType | None = None, limit: int
 ) -> dict[int, list[Place]]:
-    """Stacks by thread, the innermost frame first.
+    """Stacks of some threads, or of all, the innermost frame first; at most `limit` frames each.
 
-    Args:
-        idents: Of these threads; None of all.
-        until: A function whose frame, and those of its callers, are left out.
-        limit: Of a deeper stack so many innermost frames.
+    The frame of the function `until`, and those of its callers, are left out.
     """
     if _compiled is not None:
         stacks: dict[int, list[Place]] = _compiled.read_stacks(idents, until, limit)
@@ -188,9 +185,7 @@ class StackTree:
     """Numbers for stacks; a stack that was seen before costs one dictionary look-up per frame.
 
     Code objects are held, so that the identity of one is never that of another; they are bounded.
-
-    Args:
-        libraries: Folders of installed code: expressions are told of the user's own code alone.
+    Expressions are told of the user's own code alone: of none in the folders `libraries`.
     """
 
     def __init__(self, libraries: Sequence[str] = ()) -> None:

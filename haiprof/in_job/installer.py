@@ -164,8 +164,6 @@ class Installer:
         self.state.inputs = self._memory_inputs  # CUDA may have started since this was put in
         self._sizes.look(self.state.steps_so_far(), tag, args, kwargs)
 
-    # -- the parts ----------------------------------------------------------------------------
-
     def _forward(self) -> None:
         from torch.nn import Module
 
@@ -335,8 +333,6 @@ class Installer:
     def _import_failed(self, name: str, error: Exception) -> None:
         line = {"type": "patch_failed", "phase": "save", "reason": f"{name}: {error}"}
         self.recorder.lines.append(line)
-
-    # -- tools --------------------------------------------------------------------------------
 
     def _stay(self, module: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> None:
         """Replaces a module's function for good, or takes the place of an earlier installation."""

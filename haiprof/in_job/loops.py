@@ -60,15 +60,9 @@ def find_loop(
     """The line of the loop around some code, in its function, and what that is.
 
     It is the outermost one whose rounds do not need one another; where none is, the innermost.
-    0 where there is no loop, and for a loop over layers each of which needs the one before.
-
-    Args:
-        source: The lines of its file.
-        line: Of the code, from 1 on.
-        end: The byte of that line at which the code ends.
-        first: The first line of its function.
-        function: The function's qualified name.
-        known: Kinds of loops of this file by their line; it is added to.
+    0 where there is no loop, and for a loop over layers each of which needs the one before. The
+    code is on a `line` of the `source`, from 1 on, and ends at the byte `end` of it; `first` is the
+    first line of its function. To `known`, kinds of loops of the file by line, it is added.
     """
     text = source[line - 1]
     around = list[tuple[int, int]]()  # the innermost first

@@ -238,11 +238,7 @@ _XID_LIMIT = 100
 
 
 def kernel_log(root: Path = Path("/")) -> list[tuple[float, str]]:
-    """Seconds since boot and text of each message that the kernel still holds.
-
-    Raises:
-        OSError: It is not readable.
-    """
+    """Seconds since boot and text of each message that the kernel still holds; else OSError."""
     # printk(9): a read gives one record, "level,number,microseconds,flags;text"; EPIPE: it has been
     # overwritten, and the next read goes on after it.
     found: list[tuple[float, str]] = []
@@ -267,11 +263,7 @@ def kernel_log(root: Path = Path("/")) -> list[tuple[float, str]]:
 
 
 def journal() -> list[tuple[float, str]]:
-    """The same from the journal of this boot.
-
-    Raises:
-        OSError: There is none, or this user may not read it.
-    """
+    """The same from the journal of this boot; OSError where this user may read none."""
     line = ["journalctl", "--dmesg", "--boot", "--output=short-monotonic", "--no-pager", "--quiet"]
     try:
         done = subprocess.run(line, capture_output=True, text=True, errors="replace",

@@ -247,8 +247,6 @@ class Recorder:
         if not self.armed:
             call_within(NOTE_WAIT_S, note_failure, self.run, f"{where}: {reason}")
 
-    # -- the thread ---------------------------------------------------------------------------
-
     def _loop(self) -> None:
         """Body of the thread: all that is ever written to the run directory is written here."""
         count, cost_due = 0, COST_EVERY_DRAINS
@@ -372,8 +370,6 @@ class Recorder:
         )
         sampler.start()
         return sampler
-
-    # -- ends ---------------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
         if self.closed:

@@ -120,11 +120,8 @@ class StackSampler:
     seen too seldom, and what follows too often, and nothing is known but the stack. `late_us` says
     how long each sample waited. A thread of its own, as the one that writes may wait for a disk.
 
-    Args:
-        thread: Says which thread is sampled.
-        hz: Samples per second at the start.
-        note: Takes one line for events.jsonl, where sampling ends by an error.
-        until: Frames outside that function are not looked at.
+    `thread` says which thread is sampled; `note` takes a line for events.jsonl, where sampling ends
+    by an error. Frames outside the function `until` are not looked at.
     """
 
     def __init__(
@@ -221,11 +218,7 @@ class StackSampler:
         return {**line, "threads": threads} if threads else line
 
     def sample_until(self, pause_ns: int) -> bool:
-        """Samples for a while.
-
-        Returns:
-            False once it has been stopped.
-        """
+        """Samples for a while; False once it has been stopped."""
         ends = _now() + pause_ns
         while not self._stopped and _now() < ends:
             known = getattr(threading, "_active", {})  # the job's Python threads

@@ -185,11 +185,8 @@ def _entry(how: str, thread: str | None = None) -> dict[str, Any]:
 
 
 def _ended_children(error: BaseException) -> list[tuple[int, int, int]]:
-    """Children of multiprocessing that have ended, reaped by torch's DataLoader or not yet at all.
-
-    Returns:
-        Process id, `si_code` and `si_status` of waitid(2), which leaves them as they are.
-    """
+    """Process id, `si_code` and `si_status` of children of multiprocessing that have ended."""
+    # They were reaped by torch's DataLoader, or not yet at all: waitid(2) leaves them as they are.
     reaped = list(_reaped_workers(error))
     if reaped:
         return reaped

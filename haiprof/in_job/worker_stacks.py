@@ -70,9 +70,7 @@ def _start(recorder: Recorder, until: CodeType) -> WorkerSampler | None:
 class WorkerSampler:
     """Samples the thread that it is made on, and writes what it saw into the rank's folder.
 
-    Args:
-        recorder: Of this process; it says which run it is, and how often samples are taken.
-        until: The worker's own loop, outside which no frame is of interest.
+    Frames outside `until`, the worker's own loop, are of no interest.
     """
 
     def __init__(self, recorder: Recorder, until: CodeType) -> None:

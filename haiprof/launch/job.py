@@ -171,8 +171,6 @@ class Job:
                 f"cannot write the outcome to {self.run.manifest}: {error.strerror or error}"
             )
 
-    # -- beside the job -----------------------------------------------------------------------
-
     def _guard(self, action: Callable[[], _Result], *, loses: str = "_agent") -> _Result | None:
         """Runs an action of haiprof's; its failure costs that part of the recording, and is said.
 
@@ -362,8 +360,6 @@ class Job:
                 "the job ended before the burst was over", self.supervisor.asked_to_end
             )
 
-    # -- after the job ------------------------------------------------------------------------
-
     def _conclude(self, outcome: Outcome | None) -> None:
         if self.run.rank_folders():
             self._note_surroundings(SURROUNDINGS_WAIT_S)
@@ -424,10 +420,7 @@ class Job:
         self, command: str, *arguments: str, nice: bool, output: int | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:  # fmt: skip
-        """Runs another haiprof command on this run in a process of its own, printing to stderr.
-
-        With `output`, a descriptor, it writes there, and prints nothing.
-        """
+        """Runs another haiprof command on this run, printing to stderr, or into a descriptor."""
 
         def in_child() -> None:
             self.supervisor.unblock()

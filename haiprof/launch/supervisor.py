@@ -189,11 +189,9 @@ _KILLED = 1 << 8  # SIGKILL in a mask of signals
 
 
 def status_of_ended(pid: int) -> int | None:
-    """The wait status of a process of which no thread will run a line of its own any more.
-
-    None while it runs, dumps its core, or is gone, and where it is another user's, whose status the
-    kernel shows as 0.
-    """
+    """The wait status of a process of which no thread will run a line of its own any more."""
+    # None while it runs, dumps its core, or is gone, and where it is another user's, whose status
+    # the kernel shows as 0.
     folder = f"/proc/{pid}"
     try:
         if os.geteuid() not in (0, os.stat(folder).st_uid):
@@ -335,8 +333,6 @@ class Supervisor:
             self.unblock()
             raise
 
-    # -- before the job -----------------------------------------------------------------------
-
     def fork_companion(self, body: Callable[[Line], None]) -> None:
         """Starts the companion process, which runs `body`."""
         here, there = Line.pair()
@@ -389,8 +385,6 @@ class Supervisor:
             self._child = start(["/bin/sh", *command])  # no first line: as shells do
         discard(0, 1)  # of the job: a pipe's reader sees its end with the job's
         self.tell(started=self._child.pid)
-
-    # -- the job ------------------------------------------------------------------------------
 
     def wait(self) -> Outcome:
         """Forwards signals until the job ends, or is over but blocked by the log's disk."""
@@ -463,8 +457,6 @@ class Supervisor:
         """The job's process id."""
         return self._child.pid if self._child is not None else 0
 
-    # -- after the job ------------------------------------------------------------------------
-
     def conclude(self, **outcome: object) -> None:
         """Tells the companion how it ended and waits for it, as long as its disk answers."""
         self.tell(**outcome)
@@ -487,8 +479,6 @@ class Supervisor:
         """In the companion: what came before the job ended was meant for the job."""
         while self._ending.read() is not None:
             continue
-
-    # -- tools --------------------------------------------------------------------------------
 
     def unblock(self) -> None:
         """Gives a child of ours the signal mask that the launcher was started with."""

@@ -182,10 +182,7 @@ class Family:
         self, children: Mapping[int, list[int]],
         read: Callable[[int], procfs.ProcessReading | None], *, others: Container[int] = (),
     ) -> FamilyTotals | None:  # fmt: skip
-        """Reads every member.
-
-        The totals, or None when the process has ended.
-        """
+        """Reads every member; the totals, or None when the process has ended."""
         main = read(self.pid)
         if main is None or main.start_ticks != self.start_ticks or not main.running:
             return None

@@ -160,8 +160,6 @@ class Tracer:
             return bool(self._state.repeats.count >= after_last)
         return self._counter.saw_end_of_step(after_last - self._base)
 
-    # -- called by the wrappers ----------------------------------------------------------------
-
     def begin(self, kind: int, target: Any) -> Callable[[], None] | None:
         """A span begins; what it returns is called when the span ends."""
         steady = self._steady
@@ -257,8 +255,6 @@ class Tracer:
         self.times.ours_ns += _now() - began
         if self._windows.over:
             self._detach()
-
-    # -- ends ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """The job ends: what was recorded is kept."""

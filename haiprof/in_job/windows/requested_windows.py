@@ -344,8 +344,6 @@ class PlannedWindows(Windows):
         """No window comes any more; none runs."""
         self._refuse(self._plan.upcoming, reason)
 
-    # -- one window ----------------------------------------------------------------------------
-
     @property
     def _number(self) -> int:
         wanted = self._plan.upcoming

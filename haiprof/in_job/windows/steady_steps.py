@@ -51,8 +51,6 @@ class SteadySteps:
         self._batches: int | None = None
         self._place = self._done = self._number = 0
 
-    # -- learning ------------------------------------------------------------------------------
-
     def edge(self, begins: bool) -> None:
         """The counter saw an edge of a step."""
         step, self._step = self._step, []
@@ -101,8 +99,6 @@ class SteadySteps:
     def expect_nothing(self) -> None:
         """Whatever span comes next is looked at."""
         self._ids = (_NONE,) * len(self._ids)
-
-    # -- following -----------------------------------------------------------------------------
 
     def follow(self, kind: int, target: Any) -> End | None:
         """A span begins; what it returns is called when the span ends."""

@@ -115,8 +115,6 @@ class StepCounter:
         cycles = self._cycles()
         return self._closed and cycles.count >= after_last and not cycles.open_work
 
-    # -- steps that are alike (steady_steps.py) ------------------------------------------------
-
     def snapshot(self) -> Snapshot:
         """What is known at this moment, between two spans."""
         cycles = self._by_optimizer
@@ -152,8 +150,6 @@ class StepCounter:
         finally:
             self._tell = tell
 
-    # -- spans inside others -------------------------------------------------------------------
-
     def _begin_inner(self, kind: int, target: Any) -> None:
         if kind == OPTIMIZER and self.stack[-1] == OPTIMIZER:
             self.stack.pop()  # it steps another one inside, or the last one raised
@@ -178,8 +174,6 @@ class StepCounter:
         while self.stack and self.stack.pop() != kind:
             pass  # what was inside and has no end of its own: an optimizer that raised
         return not self.stack
-
-    # -- tokens --------------------------------------------------------------------------------
 
     def _fetch(self, kind: int, target: Any) -> None:
         dataset = id(getattr(target, "dataset" if kind == DATA_ITER else "_dataset", None))
