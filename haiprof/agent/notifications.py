@@ -229,7 +229,7 @@ def _mask(value: object) -> Any:  # noqa: ANN401 (JSON of any kind)
 
 
 def send_death(notifier: Notifier, line: Mapping[str, Any]) -> bool:
-    """Tells of a rank's end (a line `process_end`), unless it is an ordinary one; whether it did."""
+    """Tells of a rank's end, a line `process_end`, unless it is an ordinary one; whether it did."""
     # SIGTERM and SIGINT are how launchers end the other ranks after one has died.
     rank, status, number = line["rank"], line["status"], line["signal"]
     is_ordinary = not (status or number) or number in (signal.SIGTERM, signal.SIGINT)

@@ -123,10 +123,7 @@ class Commands:
     """The rank's end of the control socket: one thread, asleep in a read of it."""
 
     def __init__(
-        self,
-        run: RunPaths,
-        handlers: Mapping[str, Handler],
-        note: Callable[[dict[str, Any]], None],
+        self, run: RunPaths, handlers: Mapping[str, Handler], note: Callable[[dict[str, Any]], None]
     ) -> None:
         self.run = run
         self.handlers = dict(handlers)
@@ -219,8 +216,7 @@ class Commands:
 
 
 def handlers(
-    flight_recorder: Callable[[], FlightRecorder | None],
-    progress: Callable[[], Mapping[str, Any]],
+    flight_recorder: Callable[[], FlightRecorder | None], progress: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Handler]:
     """The handlers that need nothing of the training thread, by kind of request."""
 

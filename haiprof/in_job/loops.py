@@ -11,13 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from haiprof.run_format.stack_lines import (
-    INDEPENDENT,
-    LAYERS,
-    NO_GRAD,
-    OPERATIONS_BIT,
-    RECURRENCE,
-)
+from haiprof.run_format.stack_lines import INDEPENDENT, LAYERS, NO_GRAD, OPERATIONS_BIT, RECURRENCE
 
 _LINE_LIMIT = 100
 """A longer loop is a training loop, or is not taken for one that may be batched."""

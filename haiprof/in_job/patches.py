@@ -274,10 +274,7 @@ class _Both:
 
 
 def wrap_module_call(
-    original: Callable[..., Any],
-    state: State,
-    roots: Registry,
-    is_grad_enabled: Callable[[], bool],
+    original: Callable[..., Any], state: State, roots: Registry, is_grad_enabled: Callable[[], bool]
 ) -> Any:
     """Times the outermost call of a module that owns parameters; all others pass through."""
     is_tracing, recorder, entries = state.is_tracing, state.recorder, roots.entries
