@@ -62,12 +62,9 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
     program = taker.take_program()
     arguments = taker.trailing(program)
     return CommandLine(
-        command=_executable(program) + arguments,
-        options=taker.options,
-        taken=taker.taken,
-        warnings=taker.warnings,
-        name=_job_name([*program, *arguments]),
-    )
+        command=_executable(program) + arguments, options=taker.options, taken=taker.taken,
+        warnings=taker.warnings, name=_job_name([*program, *arguments]),
+    )  # fmt: skip
 
 
 def _near_option(word: str) -> str:

@@ -429,13 +429,10 @@ class Job:
             os.umask(0o777 & ~SHARES[self.options.share])
 
         return subprocess.Popen(
-            self.subcommand(command, str(self.run.root), *arguments),
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=_stderr_fd() if output is None else output,
-            stderr=None if output is None else subprocess.DEVNULL,
-            preexec_fn=in_child,
-        )
+            self.subcommand(command, str(self.run.root), *arguments), env=environ,
+            stdin=subprocess.DEVNULL, stdout=_stderr_fd() if output is None else output,
+            stderr=None if output is None else subprocess.DEVNULL, preexec_fn=in_child,
+        )  # fmt: skip
 
     def _finish(self, process: subprocess.Popen[bytes] | None) -> None:
         """Waits for one of our own commands; Ctrl-C or TERM ends the waiting, not the status."""

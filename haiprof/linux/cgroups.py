@@ -357,10 +357,7 @@ def parse_oom_kill(record: bytes) -> OomKill | None:
         return None
     pid, command, anonymous, file, shared = match.groups()
     return OomKill(
-        pid=int(pid),
-        command=command.decode(errors="replace"),
-        anonymous_bytes=int(anonymous) * _KIB,
-        file_bytes=int(file) * _KIB,
-        shared_bytes=int(shared or 0) * _KIB,
-        in_cgroup=b"Memory cgroup" in record,
-    )
+        pid=int(pid), command=command.decode(errors="replace"),
+        anonymous_bytes=int(anonymous) * _KIB, file_bytes=int(file) * _KIB,
+        shared_bytes=int(shared or 0) * _KIB, in_cgroup=b"Memory cgroup" in record,
+    )  # fmt: skip

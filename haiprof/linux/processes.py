@@ -265,12 +265,9 @@ def _counters(reading: procfs.ProcessReading) -> _Counters:
 
 
 HELPERS = (
-    "multiprocessing.resource_tracker",
-    "multiprocessing.spawn",
-    "multiprocessing.forkserver",
-    "torch._inductor",
-    "_inductor/compile_worker",
-)
+    "multiprocessing.resource_tracker", "multiprocessing.spawn", "multiprocessing.forkserver",
+    "torch._inductor", "_inductor/compile_worker",
+)  # fmt: skip
 LAUNCHERS = frozenset((
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed",
     "accelerate.commands.launch", "mpirun", "mpiexec",

@@ -33,21 +33,10 @@ from haiprof.linux.readings import Status, Unavailable, os_status
 from haiprof.run_format.schema import Column
 
 SAMPLERS = (
-    HostSampler,
-    CgroupSampler,
-    ProcessSampler,
-    PlacementSampler,
-    GpuSampler,
-    GpuHealthSampler,
-    DcgmSampler,
-    InfinibandSampler,
-    InfinibandHealthSampler,
-    EthernetSampler,
-    FilesystemSampler,
-    NumaSampler,
-    MemoryBandwidthSampler,
-    RemoteMemorySampler,
-)
+    HostSampler, CgroupSampler, ProcessSampler, PlacementSampler, GpuSampler, GpuHealthSampler,
+    DcgmSampler, InfinibandSampler, InfinibandHealthSampler, EthernetSampler, FilesystemSampler,
+    NumaSampler, MemoryBandwidthSampler, RemoteMemorySampler,
+)  # fmt: skip
 
 
 _NOTHING = "nothing of this source is here"
