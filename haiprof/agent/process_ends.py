@@ -308,23 +308,19 @@ def _open_file(pid: int, stream: int, proc: Path) -> OutputFile | None:
 
 def _read(file: OutputFile, offset: int | None, limit: int) -> tuple[bytes, int, int]:
     """Bytes from an offset on, or the end of what was printed; what was skipped; the new offset."""
-    try:
+    with contextlib.suppress(OSError):
         number = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return b"", 0, offset or 0
-    try:
-        found = os.fstat(number)
-        if (found.st_dev, found.st_ino) != (file.device, file.inode):
-            return b"", 0, offset or 0
-        start = file.begun if offset is None else offset
-        start = 0 if start > found.st_size else start  # it was emptied meanwhile
-        begin = max(start, found.st_size - limit)
-        content = os.pread(number, limit, begin)
-        return content, begin - start, begin + len(content)
-    except OSError:
-        return b"", 0, offset or 0
-    finally:
-        os.close(number)
+        try:
+            found = os.fstat(number)
+            if (found.st_dev, found.st_ino) == (file.device, file.inode):
+                start = file.begun if offset is None else offset
+                start = 0 if start > found.st_size else start  # it was emptied meanwhile
+                begin = max(start, found.st_size - limit)
+                content = os.pread(number, limit, begin)
+                return content, begin - start, begin + len(content)
+        finally:
+            os.close(number)
+    return b"", 0, offset or 0
 
 
 FIRST_SCAN_S, SCAN_GROWTH, MAX_SCAN_S = 0.5, 1.4, 10.0

@@ -315,13 +315,11 @@ class RankWatch:
         grown = ratio_text(now.median_ns / usual.median_ns - 1)
         change = f"{duration_text(usual.median_ns)} to {duration_text(now.median_ns)}"
         return Alarm(
-            trigger="slow",
-            rank=self.rank,
-            step=first.number,
+            trigger="slow", rank=self.rank, step=first.number,
             since_mono_ns=first.end_ns - first.ns,
             reason=f"step {first.number} on became {grown} slower ({change} on rank {self.rank})",
             numbers={"before_ns": usual.median_ns, "after_ns": now.median_ns},
-        )
+        )  # fmt: skip
 
     def _take(self, kind: int, tag: int, end_ns: int) -> None:
         if kind == GC:
@@ -495,20 +493,14 @@ class Watch:
         if self._start_ns is not None:
             why += f"; the start before took {duration_text(self._start_ns)}"
         if idle:
-            why = (
-                f"at most {ratio_text(_IDLE_CORES)} of a core was used for {duration_text(idle_ns)}"
-            )
-        return [
-            Alarm(
-                trigger="hang",
-                rank=found[0].rank,
-                step=None,
-                since_mono_ns=now - (idle_ns if idle else silent_ns),
-                reason=f"no first step for {duration_text(silent_ns)} since {said} loaded torch "
-                f"({why})",
-                numbers={"silent_ns": silent_ns, "limit_ns": limit_ns},
-            )
-        ]
+            share = ratio_text(_IDLE_CORES)
+            why = f"at most {share} of a core was used for {duration_text(idle_ns)}"
+        waited = f"no first step for {duration_text(silent_ns)} since {said} loaded torch"
+        return [Alarm(
+            trigger="hang", rank=found[0].rank, step=None, reason=f"{waited} ({why})",
+            since_mono_ns=now - (idle_ns if idle else silent_ns),
+            numbers={"silent_ns": silent_ns, "limit_ns": limit_ns},
+        )]  # fmt: skip
 
     def _look_at_start(self, pid: int, before: _Start | None, now: int) -> _Start:
         fields = read_stat(self.proc.parent, pid) or [b"0"] * 13
@@ -548,15 +540,13 @@ class Watch:
         expected = "step" if last.count else "first step"
         if last.asked and last.reported_steps:
             expected = "optimizer step"
+        limit = f"limit {duration_text(limit_ns)}{why}"
         return Alarm(
-            trigger="hang",
-            rank=last.rank,
+            trigger="hang", rank=last.rank, since_mono_ns=last.alive_ns or now - silent_ns,
             step=last.count - 1 if last.count and not last.asked else None,
-            since_mono_ns=last.alive_ns or now - silent_ns,
-            reason=f"no {expected} for {duration_text(silent_ns)} "
-            f"(limit {duration_text(limit_ns)}{why})",
+            reason=f"no {expected} for {duration_text(silent_ns)} ({limit})",
             numbers={"silent_ns": silent_ns, "limit_ns": limit_ns},
-        )
+        )  # fmt: skip
 
 
 def patient_ns(limit: HangLimit) -> int:

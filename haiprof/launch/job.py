@@ -275,9 +275,8 @@ class Job:
             if ended.signal is not None:
                 how = f"ended by {ended.signal}"
             ns = (ended.end_wall_ns or time.time_ns()) - ended.start_wall_ns
-            why = (
-                "it could not be made" if self.run.rank_folders() else "no training steps recorded"
-            )
+            is_recorded = bool(self.run.rank_folders())
+            why = "it could not be made" if is_recorded else "no training steps recorded"
             headline = found.get("headline") or f"no verdict: {why}"
             death = found.pop("death", None) or {}
             if death and not self._death_is_sent:  # the job was over before its end was seen

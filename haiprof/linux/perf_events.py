@@ -339,24 +339,13 @@ def _entity(folder: Path, socket: int, caches: Sequence[str]) -> Entity:
 
     total, remote = sum_files(_TOTAL), RemoteBytes(sum_files(_LOCAL), sum_files(_TOTAL))
     origin = f"{folder}/*/mon_data/{','.join(caches)}"
-    return Entity(
-        key=(socket,),
-        name=f"socket {socket} (resctrl)",
-        readings=(
-            Reading(
-                columns=("total_bytes",), origin=f"{origin}/{_TOTAL}", read=lambda: (total.read(),)
-            ),
-            Reading(
-                columns=("remote_bytes",),
-                origin=f"{origin}/{_TOTAL} less {_LOCAL}",
-                read=lambda: (remote.read(),),
-                lacking="the CPU does not monitor it",
-            ),
-            Reading(
-                columns=("read_bytes", "write_bytes", "counted_ratio"),
-                origin=str(folder),
-                read=lambda: (_NO_DIRECTION, _NO_DIRECTION, 1.0),
-            ),
-        ),
-        details={"source": "resctrl", "caches": list(caches)},
-    )
+    readings = (
+        Reading(columns=("total_bytes",), origin=f"{origin}/{_TOTAL}",
+                read=lambda: (total.read(),)),
+        Reading(columns=("remote_bytes",), origin=f"{origin}/{_TOTAL} less {_LOCAL}",
+                read=lambda: (remote.read(),), lacking="the CPU does not monitor it"),
+        Reading(columns=("read_bytes", "write_bytes", "counted_ratio"), origin=str(folder),
+                read=lambda: (_NO_DIRECTION, _NO_DIRECTION, 1.0)),
+    )  # fmt: skip
+    name, details = f"socket {socket} (resctrl)", {"source": "resctrl", "caches": list(caches)}
+    return Entity(key=(socket,), name=name, readings=readings, details=details)

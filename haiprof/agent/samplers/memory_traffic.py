@@ -9,6 +9,7 @@ import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 from haiprof.agent.samplers.ranks import RankSampler
@@ -114,20 +115,15 @@ _ZEN2 = (Metric(column=TOTAL, pmu=_DF, terms=_beats(0x07, 8, 0x38)),)
 
 # NVIDIA Grace performance tuning guide: beats of 32 B, and bytes.
 _GRACE = tuple(
-    Metric(
-        column=column,
-        pmu=r"nvidia_scf_pmu_\d+\Z",
-        named=((name,),),
-        unit=Fraction(unit),
-        unscaled=True,
-    )
+    Metric(column=column, pmu=r"nvidia_scf_pmu_\d+\Z", named=((name,),), unit=Fraction(unit),
+           unscaled=True)
     for column, name, unit in (
         (READ, "cmem_rd_data", 32),
         (WRITE, "cmem_wr_total_bytes", 1),
         (REMOTE, "remote_socket_rd_data", 32),
         (REMOTE, "remote_socket_wr_total_bytes", 1),
     )
-)
+)  # fmt: skip
 
 
 def metrics_of(cpu: Cpu, root: Path) -> tuple[Metric, ...]:
@@ -323,11 +319,9 @@ def _socket_entity(socket: int, counters: Counters, origins: Mapping[str, str]) 
         return (*values.values(), counters.share.take())
 
     reading = Reading(
-        columns=(READ, WRITE, TOTAL, REMOTE, "counted_ratio"),
+        columns=(READ, WRITE, TOTAL, REMOTE, "counted_ratio"), read=read, close=counters.close,
         origin="perf_event_open, uncore PMUs",
-        read=read,
-        close=counters.close,
-    )
+    )  # fmt: skip
     details = {"source": "uncore", "origins": origins}
     name = f"socket {socket} (uncore)"
     return Entity(key=(socket,), name=name, readings=(reading,), details=details)
@@ -473,15 +467,14 @@ class RemoteMemorySampler(RankSampler):
 
     def find(self) -> Iterable[Entity]:
         """Tries each event on haiprof's own thread; ranks come with `refresh`."""
+        refuse = partial(refusal, root=self.root, allowing=_OWN_PROCESS)
         for column, event in self._events.items():
             if isinstance(event, Event):
                 try:
                     self._kernel.close(self._kernel.open(event.attr(), 0, -1))
                 except OSError as error:
                     virtual = no_core_pmu(self.root, self._cpu)
-                    self._events[column] = refusal(
-                        error, event, self.root, allowing=_OWN_PROCESS, virtual=virtual
-                    )
+                    self._events[column] = refuse(error, event, virtual=virtual)
         refusals = {c: each for c, each in self._events.items() if isinstance(each, Unavailable)}
         if len(refusals) == len(self._events):
             raise next(iter(refusals.values()))
@@ -500,14 +493,11 @@ class RemoteMemorySampler(RankSampler):
             process, self._events, root=self.root, kernel=self._kernel, spare=self._spare,
             virtual=self._cpu.virtual,
         )  # fmt: skip
+        origin = f"perf_event_open, threads of process {process.pid}"
+        columns = (*self._events, "counted_ratio")
         return (
-            Reading(
-                columns=(*self._events, "counted_ratio"),
-                origin=f"perf_event_open, threads of process {process.pid}",
-                read=counters.read,
-                close=counters.close,
-            ),
-        )
+            Reading(columns=columns, origin=origin, read=counters.read, close=counters.close),
+        )  # fmt: skip
 
 
 @dataclass

@@ -125,11 +125,9 @@ class Nvml:
         found = getattr(self.module, function, None)
         if found is None:
             raise Unavailable(
-                f"nvidia-ml-py has no {function}",
-                status="unsupported",
+                f"nvidia-ml-py has no {function}", status="unsupported", lasting=True,
                 remedy=_OLD_BINDING_REMEDY,
-                lasting=True,
-            )
+            )  # fmt: skip
         try:
             return found(*arguments)
         except self.module.NVMLError as error:
@@ -358,11 +356,9 @@ def gpu_fields(driver: Version) -> tuple[Field, ...]:
 
 def nvlink_fields(device: Device) -> tuple[Field, Field]:
     """NVLink traffic, sent and received: bytes of NVLink 5, KiB before it."""
-    architecture = device.ask("nvmlDeviceGetArchitecture") or 0
-    if architecture < _BLACKWELL:
-        ids: tuple[int | None, int | None] = (138, 139)
-        scale = 1024
-    else:
+    ids: tuple[int | None, int | None] = (138, 139)
+    scale = 1024
+    if (device.ask("nvmlDeviceGetArchitecture") or 0) >= _BLACKWELL:
         ids, scale = ((202, 204) if device.nvml.driver >= (560,) else (None, None)), 1
     sent, received = (
         Field(column=column, id=number, scale=scale, scope=ALL_LINKS, wide=True)

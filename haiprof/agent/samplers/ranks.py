@@ -84,11 +84,9 @@ class RankSampler(TableSampler):
                 return
             uuid = content.get("gpu_uuid")
             process = RankProcess(
-                name=name,
-                pid=int(content["pid"]),
-                start_ticks=int(content["start_ticks"]),
+                name=name, pid=int(content["pid"]), start_ticks=int(content["start_ticks"]),
                 gpu_uuid=uuid if isinstance(uuid, str) else None,
-            )
+            )  # fmt: skip
         except (RunFormatError, KeyError, TypeError, ValueError) as error:
             self.missing.note(name, Unavailable(f"its report cannot be used: {error!r}"))
             return
@@ -148,20 +146,15 @@ class ProcessSampler(RankSampler):
         folder = self.root / "proc" / str(process.pid)
         family = Family(process.pid, process.start_ticks)
         return (
-            Reading(
-                columns=_FAMILY_COLUMNS,
-                origin=f"{folder}/{{io,statm,stat}} and those of its children",
-                read=partial(self._read_family, process, family),
-            ),
+            Reading(columns=_FAMILY_COLUMNS, read=partial(self._read_family, process, family),
+                    origin=f"{folder}/{{io,statm,stat}} and those of its children"),
             file_reading(
-                folder / "schedstat",
-                ("run_queue_wait_ns",),
-                parse_run_queue_wait,
+                folder / "schedstat", ("run_queue_wait_ns",), parse_run_queue_wait,
                 lacking="the kernel does not count it",
                 remedy="a kernel with CONFIG_SCHEDSTATS, or sysctl kernel.task_delayacct=1",
             ),
             file_reading(folder / "status", _SWITCH_COLUMNS, parse_context_switches),
-        )
+        )  # fmt: skip
 
     def _read_family(self, process: RankProcess, family: Family) -> tuple[Value | Unavailable, ...]:
         read = partial(read_process, self.root)
@@ -174,15 +167,9 @@ class ProcessSampler(RankSampler):
                 self.missing.note(column, why, of=f"{process.name}: a child is left out")
         io_bytes: tuple[int | Unavailable | None, ...] = totals.io_bytes or (totals.io_missing,) * 4
         return (
-            totals.process_count,
-            totals.cpu_ns,
-            totals.cpu_main_ns,
-            totals.rss_bytes,
-            *io_bytes,
-            totals.thread_count,
-            totals.minor_faults + totals.major_faults,
-            totals.major_faults,
-        )
+            totals.process_count, totals.cpu_ns, totals.cpu_main_ns, totals.rss_bytes, *io_bytes,
+            totals.thread_count, totals.minor_faults + totals.major_faults, totals.major_faults,
+        )  # fmt: skip
 
 
 def parse_run_queue_wait(content: bytes) -> tuple[int | None]:
@@ -296,26 +283,17 @@ class _ProcessPlacement:
 
     def readings(self) -> tuple[Reading, ...]:
         """In this order: the first one sees whether the process is still the same."""
+        no_nodes = "no NUMA nodes in /sys/devices/system/node: a kernel without CONFIG_NUMA"
         return (
-            Reading(
-                columns=("last_cpu", "cpu_node"),
-                origin=f"{self._folder}/stat",
-                read=self._read_cpu,
-                lacking="no NUMA nodes in /sys/devices/system/node: a kernel without CONFIG_NUMA",
-            ),
+            Reading(columns=("last_cpu", "cpu_node"), origin=f"{self._folder}/stat",
+                    read=self._read_cpu, lacking=no_nodes),
             file_reading(self._folder / "status", ("allowed_cpu_count",), self._parse_status),
-            Reading(
-                columns=("cpu_frequency_hz",),
-                origin="/sys/devices/system/cpu/cpuN/cpufreq/scaling_cur_freq",
-                read=self._read_frequency,
-                lacking="no frequency scaling, as in virtual machines",
-            ),
-            Reading(
-                columns=("sampled_page_count", "local_page_ratio"),
-                origin=f"move_pages(2), {self._folder}/maps",
-                read=self._read_pages,
-            ),
-        )
+            Reading(columns=("cpu_frequency_hz",), read=self._read_frequency,
+                    origin="/sys/devices/system/cpu/cpuN/cpufreq/scaling_cur_freq",
+                    lacking="no frequency scaling, as in virtual machines"),
+            Reading(columns=("sampled_page_count", "local_page_ratio"), read=self._read_pages,
+                    origin=f"move_pages(2), {self._folder}/maps"),
+        )  # fmt: skip
 
     def line(self) -> dict[str, Any]:
         """The event line, from the last reads."""
@@ -380,17 +358,12 @@ def _hardware(root: Path, gpu_uuid: str | None) -> dict[str, Any]:
     gpu = None if bus_id is None else topology.pci_device(root, bus_id)
     found = topology.adapters(root)
     nearest = set() if gpu is None else topology.nearest_adapters(gpu, found)
+    nics = [
+        {"name": each.name, "node": each.pci and each.pci.node,
+         "near_gpu": gpu and each.name in nearest}
+        for each in found
+    ]  # fmt: skip
     return {
-        "gpu_uuid": gpu_uuid,
-        "gpu_bus_id": bus_id,
-        "gpu_node": None if gpu is None else gpu.node,
-        "gpu_cpus": None if gpu is None else gpu.cpus,
-        "nics": [
-            {
-                "name": adapter.name,
-                "node": None if adapter.pci is None else adapter.pci.node,
-                "near_gpu": None if gpu is None else adapter.name in nearest,
-            }
-            for adapter in found
-        ],
-    }
+        "gpu_uuid": gpu_uuid, "gpu_bus_id": bus_id, "gpu_node": gpu and gpu.node,
+        "gpu_cpus": gpu and gpu.cpus, "nics": nics,
+    }  # fmt: skip
