@@ -64,12 +64,9 @@ class Nsys:
     """Nsight Systems, allowed to sample the GPUs of this machine."""
 
     path: str
-    device_option: str
-    """As this version calls it."""
-    devices: str
-    """`cuda-visible` where CUDA_VISIBLE_DEVICES chooses, otherwise `all`."""
-    gpu_count: int
-    """GPUs that it can sample."""
+    device_option: str  # as this version calls it
+    devices: str  # `cuda-visible` where CUDA_VISIBLE_DEVICES chooses, otherwise `all`
+    gpu_count: int  # GPUs that it can sample
 
     def profile(self, *, hz: int, seconds: float, report: Path) -> list[str]:
         """The command that samples the GPUs for a time; it launches nothing but a `sleep`."""
@@ -218,8 +215,7 @@ class Burst:
     limit: int | None = None
     delay_s: float = DELAY_S
     grace_s: float = GRACE_S
-    status: str = "waiting"
-    """`waiting`, `sampling`, `exporting`; then one of `ENDS`."""
+    status: str = "waiting"  # `waiting`, `sampling`, `exporting`; then one of `ENDS`
     reason: str = ""
     _begins_s: float | None = None
     _deadline_s: float = 0.0

@@ -23,12 +23,9 @@ from haiprof.base.safe_files import MadeFolder, make_private, remove_file
 from haiprof.run_format.control import Schema, conform, is_count, read_object
 from haiprof.run_format.layout import RunPaths
 
-CONTEXT = b"ctxt"
-"""A process states which GPU it uses; the answer is how many do."""
-REQUEST = b"req"
-"""A process asks for a configuration; an empty answer requests nothing."""
-OURS = b"haiprof"
-"""A question to the agent itself; JSON both ways."""
+CONTEXT = b"ctxt"  # a process states which GPU it uses; the answer is how many do
+REQUEST = b"req"  # a process asks for a configuration; an empty answer requests nothing
+OURS = b"haiprof"  # a question to the agent itself; JSON both ways
 
 DATAGRAM_LIMIT_BYTES = 1 << 16
 _HEAD = struct.Struct("=Q32s")
@@ -52,12 +49,9 @@ class Message:
 class Ask:
     """A process's request for a configuration."""
 
-    free: bool
-    """Whether it can trace now: no profiler runs or is scheduled in it."""
-    job: int
-    """SLURM_JOB_ID, else 0."""
-    pids: tuple[int, ...]
-    """Itself first, then its parents, as its own namespace numbers them."""
+    free: bool  # whether it can trace now: no profiler runs or is scheduled in it
+    job: int  # SLURM_JOB_ID, else 0
+    pids: tuple[int, ...]  # itself first, then its parents, as its own namespace numbers them
 
 
 def encode(kind: bytes, payload: bytes) -> bytes:
@@ -90,8 +84,7 @@ def encode_ours(content: Mapping[str, Any]) -> bytes:
     return encode(OURS, json.dumps(content).encode())
 
 
-NAME = "dynolog"
-"""What Kineto calls the daemon."""
+NAME = "dynolog"  # what Kineto calls the daemon
 ABSTRACT = f"\0{NAME}\0"
 """Its address where no folder is named; Kineto counts the null byte behind a name as part of it."""
 
@@ -183,17 +176,13 @@ WARMUP_STEPS = 3
 class TraceRequest:
     """One window for some processes."""
 
-    steps: int = 5
-    """Optimizer steps."""
-    time_s: float = 0.0
-    """Seconds in place of steps."""
+    steps: int = 5  # optimizer steps
+    time_s: float = 0.0  # seconds in place of steps
     options: Mapping[str, Any] = field(default_factory=dict)
     """Switches: `stacks`, `shapes`, `memory`, `flops`, `modules`, `sync`."""
     timeout_s: float | None = None
-    endpoint: tuple[str, int] | None = None
-    """Of a dynolog daemon; None asks haiprof's own agent."""
-    start_wall_ns: int = 0
-    """Unix time from which on it begins, the same on all nodes; 0 is at once."""
+    endpoint: tuple[str, int] | None = None  # of a dynolog daemon; None asks haiprof's own agent
+    start_wall_ns: int = 0  # Unix time from which on it begins, the same on all nodes; 0 is at once
     roundup: int = 0
     """Steps begin at a multiple of this iteration, so that ranks begin at the same one; 0 lets
     haiprof choose."""
@@ -400,11 +389,9 @@ class KinetoAgent:
         folder: PrivateFolder | None = None,
     ) -> None:
         self.address = address
-        self.folder = folder
-        """Of a job's own agent; it goes with it."""
+        self.folder = folder  # of a job's own agent; it goes with it
         self.pending = PendingRequests()
-        self.ignored_count = 0
-        """Datagrams that were malformed, or another user's."""
+        self.ignored_count = 0  # datagrams that were malformed, or another user's
         self._failed = failed
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None

@@ -56,10 +56,8 @@ class _HeldRing(NamedTuple):
     """A ring that a rank has given us: we hold a descriptor."""
 
     number: int
-    pid: int
-    """0 for a process of another PID namespace: its end is seen by that of the job alone."""
-    start_ticks: int | None
-    """None where it had ended before we looked."""
+    pid: int  # 0 for a process of another PID namespace: its end is seen by that of the job alone
+    start_ticks: int | None  # None where it had ended before we looked
     paths: RankPaths
 
 
@@ -104,16 +102,12 @@ def _keep(held: _HeldRing) -> None:
 
 TELL_S = 15.0
 """Interval at which an agent announces its ranks to the controller, which may have restarted."""
-_STEPS_ID = "steps"
-"""The id of the agent's own question for steps; ids of requests hold a time."""
+_STEPS_ID = "steps"  # the id of the agent's own question for steps; ids of requests hold a time
 _BACKLOG = 1024
 _PACKETS_PER_TICK = 64
-_ASKED_LIMIT = 1000
-"""Requests whose replies are still accepted; older ones have timed out."""
-_ELSEWHERE_LIMIT = 200_000
-"""Maximum number of ranks of other nodes; each has a file per request."""
-_FROM_BELOW_S = 0.25
-"""Time per tick for replies of other nodes: the launcher has other work."""
+_ASKED_LIMIT = 1000  # requests whose replies are still accepted; older ones have timed out
+_ELSEWHERE_LIMIT = 200_000  # maximum number of ranks of other nodes; each has a file per request
+_FROM_BELOW_S = 0.25  # time per tick for replies of other nodes: the launcher has other work
 _INT = struct.Struct("i")
 _UCRED = struct.Struct("3i")
 
@@ -133,15 +127,12 @@ class Peer:
     """A rank's connection."""
 
     connection: socket.socket
-    pid: int
-    """Its process id, from the kernel."""
+    pid: int  # its process id, from the kernel
     rank: int | None = None
     attempt: int = 0
-    name: str = ""
-    """`3`, `3.1` for its second attempt; empty until it has introduced itself."""
+    name: str = ""  # `3`, `3.1` for its second attempt; empty until it has introduced itself
     reported_steps: int | None = None
-    given: int = -1
-    """A descriptor that came with its last message: its ring; -1 where none did."""
+    given: int = -1  # a descriptor that came with its last message: its ring; -1 where none did
 
 
 @dataclass
@@ -426,12 +417,9 @@ class Unreported:
     """One process that haiprof could not enter."""
 
     pid: int
-    command: str
-    """Its command line, shortened."""
-    reason: str
-    """Why haiprof could not enter."""
-    remedy: str
-    """What to change."""
+    command: str  # its command line, shortened
+    reason: str  # why haiprof could not enter
+    remedy: str  # what to change
 
 
 def find_unreported(
@@ -516,8 +504,7 @@ SCAN_GROWTH = 1.6
 MAX_SCAN_S = 60.0
 STOP_WAIT_S = 5.0
 SETTLE_S = 0.05
-REACH_AGAIN_S = 2.0
-"""The controller, which may write the token, starts at about the same time."""
+REACH_AGAIN_S = 2.0  # the controller, which may write the token, starts at about the same time
 TOKEN_NAME = "reach.token"
 
 
@@ -530,8 +517,7 @@ class Agent:
     job_pid: int | None = None
     host: str = field(default_factory=socket.gethostname)
     unreported: dict[int, Unreported] = field(default_factory=dict)
-    elected: bool = False
-    """Whether this launcher is the one that samples this node."""
+    elected: bool = False  # whether this launcher is the one that samples this node
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _scrape: Scrape | None = None

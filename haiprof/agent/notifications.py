@@ -32,20 +32,15 @@ from haiprof.run_format.secrets import mask_text
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-QUEUE_LIMIT = 16
-"""Events that wait for a slow receiver; later ones are dropped and counted."""
-RUN_LIMIT = 100
-"""Events of one launcher, beside the end of the job."""
+QUEUE_LIMIT = 16  # events that wait for a slow receiver; later ones are dropped and counted
+RUN_LIMIT = 100  # events of one launcher, beside the end of the job
 GAP_S = 60.0
 """Minimum time between two events of a kind in `_GAPPED`; all ranks of a job die together."""
 ATTEMPTS = 3
-RETRY_S = 2.0
-"""Wait before the second attempt; it doubles before the third."""
+RETRY_S = 2.0  # wait before the second attempt; it doubles before the third
 ATTEMPT_LIMIT_S = 10.0
-CLOSE_S = 15.0
-"""How long the launcher waits at the end for what is not sent yet."""
-TEXT_LIMIT = 3000
-"""Slack cuts a text after 40,000 characters, and other receivers earlier."""
+CLOSE_S = 15.0  # how long the launcher waits at the end for what is not sent yet
+TEXT_LIMIT = 3000  # Slack cuts a text after 40,000 characters, and other receivers earlier
 COMPARE_LIMIT_S = 60.0
 _OUTPUT_LIMIT_BYTES = 1 << 24
 _MOST_ACCOUNTS = 3
@@ -279,11 +274,9 @@ def find_grown_accounts(
     return "\n".join(lines) or "no part of the step grew beyond chance", {"accounts": grown}
 
 
-POST_S = 10.0
-"""Minimum time between two posts; Trainer asks for 5 s or more."""
+POST_S = 10.0  # minimum time between two posts; Trainer asks for 5 s or more
 LOOK_S = 2.0
-TRAINJOB_CLOSE_S = 10.0
-"""How long the launcher waits at the end for the last post."""
+TRAINJOB_CLOSE_S = 10.0  # how long the launcher waits at the end for the last post
 _TEXT_LIMIT = 64  # TrainerStatus: characters of a metric's value
 _LAST_STEPS = 50
 _TOTALS = ("max_steps", "max_train_steps", "num_train_steps", "total_steps", "train_iters",

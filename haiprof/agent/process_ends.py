@@ -25,8 +25,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.writer import append_line, note_line
 
-LINE_CHARS = 400
-"""So much of a line is kept, and looked at."""
+LINE_CHARS = 400  # so much of a line is kept, and looked at
 
 _NUMBER = r"(?P<number>\d[\d,]{0,15}(?:\.\d{1,9})?)"
 _THING = (
@@ -42,14 +41,12 @@ _RATES = tuple(re.compile(pattern, re.I) for pattern in (
 ))  # fmt: skip
 """`train_samples_per_second: 41`, `12.5k tok/s`, `tps: 5,432`, `4.0s/it`."""
 _RATE_SIGN = re.compile(r"/ ?s|per[ _]s|tps|s/[a-z]|sec/")
-_NEAR = 60
-"""A rate stands within so many characters of its sign."""
+_NEAR = 60  # a rate stands within so many characters of its sign
 _OTHER_WORK = re.compile(
     r"(?<![a-z])(?:eval|val|test|predict|infer|generat|download|fetch|writ|sav(?:e|ing)|loading|map\b|tokeniz)",
     re.I,
 )
-_BEGIN = 40
-"""Characters of a line that say what it is about."""
+_BEGIN = 40  # characters of a line that say what it is about
 _UNITS = {"t": "tokens", "se": "sequences", "sa": "samples", "im": "images", "e": "samples"}
 """By how a word begins; all others are steps."""
 _LOSS = re.compile(
@@ -85,14 +82,11 @@ _NCCL_PROCESS = re.compile(r"[\w.-]{1,100}:(\d{1,10}):\d{1,10} \[\d{1,4}\] ")
 class Word(NamedTuple):
     """What one line tells."""
 
-    kind: str
-    """`loss` (NaN or infinite), `traceback` (its last line), `nccl`, `memory`, or `rate`."""
+    kind: str  # `loss` (NaN or infinite), `traceback` (its last line), `nccl`, `memory`, or `rate`
     text: str
-    step: int | None = None
-    """As it is printed."""
+    step: int | None = None  # as it is printed
     per_second: float | None = None
-    unit: str | None = None
-    """`tokens`, `samples`, `sequences`, `images`, or `steps`."""
+    unit: str | None = None  # `tokens`, `samples`, `sequences`, `images`, or `steps`
 
 
 class Stream:
@@ -160,8 +154,7 @@ def take_mark(line: str) -> tuple[str, int | None, int | None]:
 
 STDOUT, STDERR = 1, 2
 TURN_S = 2.0
-TURN_BYTES = 1 << 17
-"""So much of a file is read in a turn; of what is more, the end."""
+TURN_BYTES = 1 << 17  # so much of a file is read in a turn; of what is more, the end
 TAIL_BYTES, FAILED_LINES, CLEAN_LINES = 1 << 14, 60, 5
 MOST_FILES = 256
 _MOST = {"loss": 1, "traceback": 8, "nccl": 8, "memory": 8, "rate": 200}
@@ -175,8 +168,7 @@ class OutputFile(NamedTuple):
     path: str
     device: int
     inode: int
-    begun: int
-    """How long it was when the process was first seen."""
+    begun: int  # how long it was when the process was first seen
 
 
 class _Source:
@@ -324,16 +316,11 @@ def _read(file: OutputFile, offset: int | None, limit: int) -> tuple[bytes, int,
 
 
 FIRST_SCAN_S, SCAN_GROWTH, MAX_SCAN_S = 0.5, 1.4, 10.0
-WATCHED_LIMIT = 1024
-"""So many processes at the most: each takes a descriptor."""
-OTHERS_LIMIT = 64
-"""So many lines about processes that are no ranks."""
-TOGETHER_S = 0.03
-"""So soon after the job those have ended that were killed with it."""
-SETTLE_S = 0.3
-"""So long the last ends may take to be read."""
-OOM_WAIT_S = 0.2
-"""So long the kernel's log may be behind the death that it tells of."""
+WATCHED_LIMIT = 1024  # so many processes at the most: each takes a descriptor
+OTHERS_LIMIT = 64  # so many lines about processes that are no ranks
+TOGETHER_S = 0.03  # so soon after the job those have ended that were killed with it
+SETTLE_S = 0.3  # so long the last ends may take to be read
+OOM_WAIT_S = 0.2  # so long the kernel's log may be behind the death that it tells of
 SLURM_WAIT_S = 3.0
 _OF_KILL = ("anonymous_bytes", "file_bytes", "shared_bytes", "in_cgroup")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

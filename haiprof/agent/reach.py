@@ -27,8 +27,7 @@ from haiprof.base.messages import print_message
 from haiprof.base.safe_files import create_file
 from haiprof.run_format.control import MESSAGE_LIMIT_BYTES
 
-MAGIC = b"haiprof-reach-1\n"
-"""Names this protocol; another version would have another one."""
+MAGIC = b"haiprof-reach-1\n"  # names this protocol; another version would have another one
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES
@@ -58,8 +57,7 @@ class Signer:
 class Handshake:
     """The shared state of a connection once the nonces are exchanged."""
 
-    key: bytes
-    """Of the token."""
+    key: bytes  # of the token
     agent_nonce: bytes
     controller_nonce: bytes
 
@@ -246,10 +244,8 @@ def read_token(path: Path) -> bytes:
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 CONNECT_S = 5.0
-PROOF_S = 20.0
-"""A controller may take some seconds when thousands of agents connect at once."""
-REQUESTS_PER_S = 50
-"""A controller sends no more requests per second than this: people make them."""
+PROOF_S = 20.0  # a controller may take some seconds when thousands of agents connect at once
+REQUESTS_PER_S = 50  # a controller sends no more requests per second than this: people make them
 KEPT_REQUESTS = 200
 
 
@@ -336,10 +332,8 @@ class Uplink(LoopThread):
             writer.transport.abort()
 
 
-MESSAGES_PER_S = 500
-"""An agent sends no more than this: a node answers once per rank."""
-HELLO_S = 5.0
-"""Time for a peer to prove that it holds the token."""
+MESSAGES_PER_S = 500  # an agent sends no more than this: a node answers once per rank
+HELLO_S = 5.0  # time for a peer to prove that it holds the token
 GRACE_S = 1.0
 """Minimum time before a stranger is disconnected for lack of room: many agents may come at once."""
 MAX_AGENTS = 20_000

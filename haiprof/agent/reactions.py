@@ -26,8 +26,7 @@ from haiprof.run_format.stack_frames import parse_frames, stack_text
 from haiprof.run_format.writer import append_line
 
 LOOK_S = 2.0
-PAUSE_S = 300.0
-"""Minimum time between two reactions of a kind, over all nodes."""
+PAUSE_S = 300.0  # minimum time between two reactions of a kind, over all nodes
 TRACE_STEPS = 5
 LIMIT_S = 600.0
 NOTIFIED_TIMES = 20

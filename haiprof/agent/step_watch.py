@@ -52,10 +52,8 @@ WINDOW_NS = 3 * NS_PER_S
 """Minimum size of the last window in steps and time: a burst of other load is not a change."""
 USUAL_MIN_STEPS = 30
 USUAL_STEPS = 200
-USUAL_NS = 10 * NS_PER_S
-"""Minimum steps and time from which the usual step is known."""
-SURE = 5.0
-"""Standard errors of a difference of medians; a smaller difference may be chance."""
+USUAL_NS = 10 * NS_PER_S  # minimum steps and time from which the usual step is known
+SURE = 5.0  # standard errors of a difference of medians; a smaller difference may be chance
 HANG_FLOOR_NS = 300 * NS_PER_S
 """Minimum of a relative limit such as `5x`: the last save of a job may take minutes."""
 EARLY_HANG_NS = 28 * 60 * NS_PER_S
@@ -70,8 +68,7 @@ each other in init_process_group then, whose own timeout is 10 to 30 minutes."""
 _IDLE_CORES = 0.02
 BEFORE_TIMEOUT = 0.75
 """Share of a process group's timeout after which a silence is looked at, while ranks still live."""
-ASK_NS = 60 * NS_PER_S
-"""Maximum interval at which ranks without spans are asked."""
+ASK_NS = 60 * NS_PER_S  # maximum interval at which ranks without spans are asked
 SUSPENDED_NS = 4 * NS_PER_S
 """The launcher looks every 2 s; if it did not for so long, it was stopped, and so was the job."""
 NOTED_NS = 10 * NS_PER_S
@@ -87,8 +84,7 @@ _MEDIAN_ERROR = 1.2533 * MAD_TO_SIGMA
 """Standard error of a median, from the median absolute deviation, times the root of the count."""
 
 _WITHIN = {EVAL: 1, NOGRAD: 2, SAVE: 4, DATA_END: 8, DATA_ITER: 8}
-_ODD = 16
-"""The step was traced, or the job was stopped in it."""
+_ODD = 16  # the step was traced, or the job was stopped in it
 
 
 class Step(NamedTuple):
@@ -97,8 +93,7 @@ class Step(NamedTuple):
     number: int
     end_ns: int
     ns: int
-    within: int
-    """Bits of what else happened in it (`_WITHIN`, `_ODD`)."""
+    within: int  # bits of what else happened in it (`_WITHIN`, `_ODD`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +101,11 @@ class Alarm:
     """A finding of the watch."""
 
     trigger: Literal["slow", "hang"]
-    rank: int | None
-    """None where the rank of a process is not known."""
-    step: int | None
-    """The first slower one; for `hang` the last that ended; None without any."""
-    since_mono_ns: int
-    """When that step ended; for `hang` the last sign of life."""
+    rank: int | None  # None where the rank of a process is not known
+    step: int | None  # the first slower one; for `hang` the last that ended; None without any
+    since_mono_ns: int  # when that step ended; for `hang` the last sign of life
     reason: str
-    numbers: dict[str, float]
-    """The compared numbers, in ns."""
+    numbers: dict[str, float]  # the compared numbers, in ns
 
 
 class _Usual(NamedTuple):
@@ -125,10 +116,8 @@ class _Usual(NamedTuple):
 class _Start(NamedTuple):
     """A process that has torch, and no step."""
 
-    since_ns: int
-    """When it was first seen so."""
-    idle_ns: int
-    """Since when it has used no CPU."""
+    since_ns: int  # when it was first seen so
+    idle_ns: int  # since when it has used no CPU
     looked_ns: int
     cpu_ns: int
 
@@ -139,8 +128,7 @@ class Tail:
 
     path: Path
     offset: int = 0
-    skipped: bool = False
-    """Whether the last read left something out."""
+    skipped: bool = False  # whether the last read left something out
 
     def read(self, *, multiple: int = 1) -> bytes:
         """New bytes, at most the last MiB of them."""
@@ -171,24 +159,16 @@ class RankWatch:
     paths: RankPaths
     now_ns: int
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
-    count: int = 0
-    """Steps so far."""
-    over: bool = False
-    """Whether its recording has ended."""
-    exited: bool = False
-    """Whether it ended because the process does."""
-    asked: bool = False
-    """Whether it writes no spans, so that only its answers show that it trains."""
+    count: int = 0  # steps so far
+    over: bool = False  # whether its recording has ended
+    exited: bool = False  # whether it ended because the process does
+    asked: bool = False  # whether it writes no spans, so that only its answers show that it trains
     timeout_ns: int = 0
     """After so long the backend of its process group ends it; 0 where that is not known."""
-    reported_steps: int | None = None
-    """Optimizer steps in its last answer."""
-    first_ns: int = 0
-    """End of the first span; 0 before it."""
-    alive_ns: int = 0
-    """End of the last span that shows progress."""
-    longest_ns: int = 0
-    """Longest time between two such spans after warm-up."""
+    reported_steps: int | None = None  # optimizer steps in its last answer
+    first_ns: int = 0  # end of the first span; 0 before it
+    alive_ns: int = 0  # end of the last span that shows progress
+    longest_ns: int = 0  # longest time between two such spans after warm-up
     _seen_ns: int = 0
     _usual: _Usual | None = None
     _lead: tuple[int, int] | None = None
@@ -377,21 +357,18 @@ class Watch:
     warmup_s: float = 0.0
     clock: Callable[[], int] = time.monotonic_ns
     proc: Path = Path("/proc")
-    is_hanging: bool = False
-    """Whether the hang that was found last goes on."""
+    is_hanging: bool = False  # whether the hang that was found last goes on
     suspensions: list[tuple[int, int, bool]] = field(default_factory=list)
     """Start and end of each suspension of the job, and whether its ranks were seen stopped, or only
     the launcher did not run; the caller records and clears them."""
     _ask_at_ns: int = 0
     _scan_at_ns: int = 0
     _ranks: dict[tuple[int, int], RankWatch] = field(default_factory=dict)
-    _starting: dict[int, _Start] = field(default_factory=dict)
-    """By process id."""
+    _starting: dict[int, _Start] = field(default_factory=dict)  # by process id
     _start_ns: int | None = None
     """How long the first start took until a rank reported in; None before."""
     _steps_before: dict[tuple[int, int], int] = field(default_factory=dict)
-    _suspended_ns: int = 0
-    """Since when all ranks are stopped; 0 while they are not."""
+    _suspended_ns: int = 0  # since when all ranks are stopped; 0 while they are not
 
     def __post_init__(self) -> None:
         self._record_ns = round(self.record_s * NS_PER_S)

@@ -219,8 +219,7 @@ class Helper:
     ) -> None:
         self._program = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); {program}"
         self._in_child, self._task, self._otherwise = in_child, task, otherwise
-        self.child: subprocess.Popen[bytes] | None = None
-        """The process that runs, or ran last."""
+        self.child: subprocess.Popen[bytes] | None = None  # the process that runs, or ran last
 
     def is_working(self) -> bool:
         """Whether a process of it runs."""

@@ -37,8 +37,7 @@ CLOCK_DRIFT_RATIO = 5e-5
 Own choice."""
 
 
-_Mark = tuple[int, int, Any]
-"""An event, after the host's time before and after it was recorded."""
+_Mark = tuple[int, int, Any]  # an event, after the host's time before and after it was recorded
 
 
 class _Interval:

@@ -26,24 +26,20 @@ from haiprof.run_format.stack_lines import LEFT_OUT
 Place = tuple[CodeType, int]
 """Where a frame is: its code and the offset of its instruction, in bytes."""
 
-MAX_DEPTH = 256
-"""Of a deeper stack (a recursion) the innermost frames count."""
+MAX_DEPTH = 256  # of a deeper stack (a recursion) the innermost frames count
 MAX_STACKS = 8192
 MAX_PLACES = 32_768
 """Instructions at which frames were seen, per stack: what is looked up at each sample."""
 EXPRESSION_LIMIT = 80
 _SOURCE_LIMIT_BYTES = 1 << 20
 _SOURCE_COUNT = 64
-_LOADED_S = time.time()
-"""A file that is newer may not be what runs."""
+_LOADED_S = time.time()  # a file that is newer may not be what runs
 
 OWN_FOLDER = __file__.rpartition("/in_job/")[0] + "/"
 
-_VERSION = 6
-"""Of frames.c; one that was built of older text is not used."""
+_VERSION = 6  # of frames.c; one that was built of older text is not used
 _MODULE_CONTENT: Any = vars(ModuleType)["__dict__"]
-_CLASS_CONTENT: Any = vars(type)["__dict__"]
-"""Without the job's `__getattr__`."""
+_CLASS_CONTENT: Any = vars(type)["__dict__"]  # without the job's `__getattr__`
 _FOR_ITER = bytes([opcode.opmap["FOR_ITER"]])
 _RESUME = opcode.opmap.get("RESUME")
 """Begins a function and what follows a `yield` or `await`, from Python 3.11 on."""

@@ -30,15 +30,11 @@ from haiprof.run_format.stack_frames import Frame, own_frame
 
 HISTORY_RATIO = 0.9
 """Share of its limit that the peak must reach before `auto` records the allocator's history."""
-HISTORY_ENTRIES = 20_000
-"""Allocations and releases that are kept, of some hundred bytes each."""
-HISTORY_NS = 2_000
-"""What recording the stack of one allocation costs, as PyTorch tells."""
-HISTORY_COST_RATIO = 0.01
-"""Where it would take more of the time, `auto` leaves the history out."""
+HISTORY_ENTRIES = 20_000  # allocations and releases that are kept, of some hundred bytes each
+HISTORY_NS = 2_000  # what recording the stack of one allocation costs, as PyTorch tells
+HISTORY_COST_RATIO = 0.01  # where it would take more of the time, `auto` leaves the history out
 _OFTEN_NS, _SELDOM_NS = 1_000_000_000, 10_000_000_000
-_FIRST_COUNT, _OFTEN_COUNT = 16, 80
-"""So many readings of every step, and then of one a second."""
+_FIRST_COUNT, _OFTEN_COUNT = 16, 80  # so many readings of every step, and then of one a second
 _TENSOR_LIMIT = 8
 _CONTAINERS = (list, tuple, dict)
 WRITE_WAIT_S = 1.0
@@ -58,8 +54,7 @@ _STATS = {
 _SMALL_BYTES = 2 << 20  # kSmallBuffer, c10/core/AllocatorConfig.h: a segment of the small pool
 _MODULE_FILE, _OPTIMIZER_FILE = "/torch/nn/modules/module.py", "/torch/optim/optimizer.py"
 
-Shapes = tuple[tuple[int, ...], ...]
-"""Of the tensors that a root module was called with."""
+Shapes = tuple[tuple[int, ...], ...]  # of the tensors that a root module was called with
 _now = time.perf_counter_ns
 
 
@@ -70,10 +65,8 @@ class GpuMemory:
         self._torch, self._lines, self._history = torch, lines, history
         self.device: int | None = None
         self.limit_bytes = 0
-        self.recorded = False
-        """Whether the allocator's history is recorded, by us."""
-        self.batch: Shapes = ()
-        """Of the step under way."""
+        self.recorded = False  # whether the allocator's history is recorded, by us
+        self.batch: Shapes = ()  # of the step under way
         self.step = 0
         self.largest: dict[str, Any] | None = None
         """The largest batch of training that went through: `shapes`, `step`, `start_bytes` where

@@ -10,8 +10,7 @@ from typing import Any
 
 from haiprof.base.options import ENV_TRY_LOADER, KEPT_BATCHES
 
-_KEPT = 8
-"""Batches that are handed out again and again: more than a cache holds of large ones."""
+_KEPT = 8  # batches that are handed out again and again: more than a cache holds of large ones
 
 _OF_WORKERS = ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")
 

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 
 from haiprof.run_format.stack_lines import INDEPENDENT, LAYERS, NO_GRAD, OPERATIONS_BIT, RECURRENCE
 
-_LINE_LIMIT = 100
-"""A longer loop is a training loop, or is not taken for one that may be batched."""
+_LINE_LIMIT = 100  # a longer loop is a training loop, or is not taken for one that may be batched
 _LIMIT_BYTES = 4096
-_FEW = 3
-"""Rounds that a loop is known to have, up to which little is gained by doing them at once."""
+_FEW = 3  # rounds that a loop is known to have, up to which little is gained by doing them at once
 _HEADS = (b"for ", b"while ", b"async for ")
 _FOR = re.compile(rb"[^#]*\sfor\s[^#]+\sin\s")
 """Follows what a comprehension works out, on its line."""
@@ -41,8 +39,7 @@ _OF_NUMBERS = frozenset({"min", "max", "abs", "sum", "round", "zip", "sorted"})
 _SAYS = _ADDS | {"write", "print", "writerow", "add_scalar"}
 _CHANGES = re.compile(rb"\s*([\w, ]+)(?:\[.*\]|\.\w+_\(.*|\s*[-+*/@%&|^]?=[^=])")
 """A line that gives names a value, changes what they have or an item of it."""
-_MADE_LINES = 100
-"""So many lines before a loop are looked at for what makes its tensors."""
+_MADE_LINES = 100  # so many lines before a loop are looked at for what makes its tensors
 _OPERATIONS = (ast.Call, ast.BinOp, ast.AugAssign, ast.Compare, ast.UnaryOp, ast.Subscript)
 _ENDS = (ast.Return, ast.Break, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith,
          ast.Global, ast.Nonlocal)  # fmt: skip
@@ -253,12 +250,9 @@ class _Rounds(ast.NodeVisitor):
         """By name or attribute: whether a round begins by writing it, and not by reading it."""
         self._reads: Counter[str] = Counter()
         self._written: set[str] = set()
-        self._added: set[str] = set()
-        """To which is added: a sum, a list."""
-        self._counted: set[str] = set()
-        """Counters: `i += 1`."""
-        self._items: dict[str, set[str]] = {}
-        """By what has items: those that are written."""
+        self._added: set[str] = set()  # to which is added: a sum, a list
+        self._counted: set[str] = set()  # counters: `i += 1`
+        self._items: dict[str, set[str]] = {}  # by what has items: those that are written
         self._item_reads: dict[str, set[str]] = {}
         self._acts = False
         """Whether it calls something for what that does: backward, a step, a method."""

@@ -23,8 +23,7 @@ _PLAIN = ("Tensor", "Parameter", "Buffer", "DTensor")
 _LOADER_LIMIT = 64  # that are described; a job that makes one per step is not followed further
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable")
 _OFTEN_NS, _SELDOM_NS = 1_000_000_000, 10_000_000_000
-_OFTEN_COUNT = 120
-"""So many looks at inputs a second apart; then one in ten seconds."""
+_OFTEN_COUNT = 120  # so many looks at inputs a second apart; then one in ten seconds
 _MASK_LIMIT = 1 << 15
 """Of a larger mask, columns at equal distances are read: some 50 us, on one thread."""
 _now = time.perf_counter_ns
@@ -99,8 +98,7 @@ def wrap_iter(original: Callable[..., Any], recorder: Recorder) -> Any:
     return __iter__
 
 
-_ITERABLE = 1
-"""`_DatasetKind.Iterable` of torch/utils/data/dataloader.py."""
+_ITERABLE = 1  # `_DatasetKind.Iterable` of torch/utils/data/dataloader.py
 
 
 def describe_loader(loader: Any) -> dict[str, Any]:

@@ -76,10 +76,8 @@ class State(Gate):
         out, of any thread, until another installation takes their places."""
         self.steps_before = 0
         """Those of this process before these hooks were put in, as far as hooks saw them."""
-        self.counts_all = True
-        """Whether these are all: hooks were in from the start."""
-        self.successor: State | None = None
-        """What that installation's wrappers share."""
+        self.counts_all = True  # whether these are all: hooks were in from the start
+        self.successor: State | None = None  # what that installation's wrappers share
         self.device: DeviceTimer | None = None
         self.find_device: Callable[[], DeviceTimer | None] = lambda: None
         self.kept_graphs = 0
@@ -87,10 +85,8 @@ class State(Gate):
         self.slow = True
         """Whether a span needs more than two times: until an optimizer has stepped, with a GPU,
         where memory is watched, and while a trace window is planned."""
-        self.repeats = Repeats()
-        """What stands for steps until then."""
-        self.stepped = False
-        """Whether an optimizer has stepped."""
+        self.repeats = Repeats()  # what stands for steps until then
+        self.stepped = False  # whether an optimizer has stepped
         self.trains: Callable[[], None] = lambda: None
         """Called at the first backward pass or optimizer step."""
         self.inside: frozenset[CodeType] = frozenset()

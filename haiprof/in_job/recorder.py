@@ -31,16 +31,14 @@ from haiprof.run_format.ring import RING_CAPACITY
 from haiprof.run_format.schema import OPTIMIZER, TAG_BITS, TAG_MASK
 
 DRAIN_INTERVAL_S = 1.0
-DRAIN_SOON_S = 0.1
-"""While there are so many spans that they would fill the ring in some seconds."""
+DRAIN_SOON_S = 0.1  # while there are so many spans that they would fill the ring in some seconds
 MANY_SPANS = RING_CAPACITY // 4
 COST_EVERY_DRAINS, COST_PART = 10, 50
 """A line of cost comes after so many, and after a fiftieth of all: some hundreds in a day."""
 UNARMED_LIMIT_SPANS = 512  # kept in a process that has not shown yet that it works
 UNARMED_NS = 1_000_000_000
 """So long a process must go on with calls that may be an evaluation, or nothing of a rank's."""
-EXIT_WAIT_S = 5.0
-"""So long a run directory that does not answer may hold the exit of this process."""
+EXIT_WAIT_S = 5.0  # so long a run directory that does not answer may hold the exit of this process
 NOTE_WAIT_S = 1.0
 _LOW_BYTE = 0 if sys.byteorder == "little" else 7
 _KIND_OF_BYTE = bytes(byte & TAG_MASK for byte in range(256))
@@ -53,8 +51,7 @@ _now = time.perf_counter_ns
 class Installed:
     """The wrappers and the trace windows, as far as the recorder needs them: by default none."""
 
-    uninstall: Callable[[], None] = lambda: None
-    """Puts the job's own functions back."""
+    uninstall: Callable[[], None] = lambda: None  # puts the job's own functions back
     restart_in_fork: Callable[[], None] = lambda: None
     """In a forked child, which names its own modules and optimizers."""
     calibrate: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
@@ -73,8 +70,7 @@ class Installed:
     """Whether the hooks must stay in after the recording's time: for a trace window."""
     leaves_by_itself: Callable[[], bool] = lambda: False
     """Whether a trace window that runs takes the hooks out, at the job's next span."""
-    end_window: Callable[[], None] = lambda: None
-    """Ends a trace window before the files are closed."""
+    end_window: Callable[[], None] = lambda: None  # ends a trace window before the files are closed
     requests: Mapping[str, Handler] = field(default_factory=dict)
     """What answers requests that concern more than the recorder, by kind."""
 

@@ -22,14 +22,11 @@ class Cycles:
     """
 
     def __init__(self) -> None:
-        self.total = 0
-        """Steps by that rule alone."""
+        self.total = 0  # steps by that rule alone
         self.pattern: tuple[int, ...] | None = None
         """The optimizers of the last whole step, in order."""
-        self.expected = 0
-        """The optimizer that a scaler that skipped would have stepped."""
-        self.open_work = False
-        """Whether there was forward or backward since the last closing token."""
+        self.expected = 0  # the optimizer that a scaler that skipped would have stepped
+        self.open_work = False  # whether there was forward or backward since the last closing token
         self._cuts = 0
         self._fresh = True  # the segment has no closing token yet
         self._in_segment = 0
@@ -129,12 +126,9 @@ class Repeats:
     def __init__(self) -> None:
         self.listener: Callable[[int], None] | None = None
         """Told on the training thread of the number of the step that begins."""
-        self.marks = 0
-        """Calls of `haiprof.step()`."""
-        self.trained = False
-        """Whether there was a backward pass or an optimizer step."""
-        self.backwards = 0
-        """Backward passes before the first optimizer step."""
+        self.marks = 0  # calls of `haiprof.step()`
+        self.trained = False  # whether there was a backward pass or an optimizer step
+        self.backwards = 0  # backward passes before the first optimizer step
         self._calls = Cycles()
         self._collectives = Cycles()
         self._batches = self._segments = self._cuts = 0

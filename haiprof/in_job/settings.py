@@ -25,12 +25,10 @@ from haiprof.run_format.schema import GC, TAG_BITS
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.setting_lines import SEEN, SETTINGS
 
-SETTLED_STEPS = 3
-"""So many optimizer steps, and what is set once has been set."""
+SETTLED_STEPS = 3  # so many optimizer steps, and what is set once has been set
 SEEN_EVERY_LOOKS = 10
 _OBJECT_LIMIT = 8
-PAUSE_MIN_NS = 200_000
-"""Shorter pauses are part of normal allocation."""
+PAUSE_MIN_NS = 200_000  # shorter pauses are part of normal allocation
 _WHOLE = 2  # what gc.collect() collects by default
 _SLACK = 64
 _PROC = Path("/proc/self/cgroup")
@@ -240,8 +238,7 @@ class CollectorPauses:
     """Puts a span per pause of the garbage collector, and counts what gc.collect() took."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.asked_count = 0
-        """Whole collections that the job asked for so far."""
+        self.asked_count = 0  # whole collections that the job asked for so far
         self.asked_ns: dict[tuple[CodeType, int], int] = {}
         """Time of these, by the line that called."""
         self._recorder = recorder

@@ -31,8 +31,7 @@ _FIRST_BYTE = ring.HEADER_BYTES
 _OPEN_WORD = tuple(ring.OPEN + (DATA if k == DATA_END else k) for k in range(ring.OPEN_COUNT))
 _F_ADD_SEALS = 1033  # of <linux/fcntl.h>; the module has it from Python 3.13 on
 _SEALS = 0x0001 | 0x0002 | 0x0004  # against more seals, shrinking and growing
-_VERSION = 2
-"""Of spans.h; one that was built of older text is not used."""
+_VERSION = 2  # of spans.h; one that was built of older text is not used
 _FAILED = ctypes.c_void_p(-1).value
 
 try:

@@ -49,8 +49,7 @@ PACE = (
 """Up to an age of its training in seconds: the share of the rate, and of `CPU_RATIO`. By default
 100 Hz, then 20, 5 and 1 Hz. Half of the first minute's share is spent in its first ten seconds, so
 that short runs have samples enough. A day is 120,000 samples then."""
-BEFORE_STEPS = 0.2
-"""And before its first step, which may be long after the first fetch of a batch."""
+BEFORE_STEPS = 0.2  # and before its first step, which may be long after the first fetch of a batch
 HELD_RATIO = 0.001
 """Of the training thread's time, what samples may take; with deep stacks they become few."""
 SLICE_NS, SLICE_SAMPLES, MOST_SLICE_NS = 1_000_000_000, 10, 4_000_000_000
@@ -60,12 +59,9 @@ OTHERS_NS = 250_000_000
 five times as often."""
 SLICES_SHARE = 0.5
 """Of the sampling thread's time, what Python may take after each slice; the rest is of samples."""
-MIN_SAMPLES = 20
-"""After so many it is known what one takes."""
-END_WAIT_S = 0.2
-"""So long the last samples are waited for."""
-MAX_PENDING = 2000
-"""Samples that wait for a disk; while there are as many, no more are taken."""
+MIN_SAMPLES = 20  # after so many it is known what one takes
+END_WAIT_S = 0.2  # so long the last samples are waited for
+MAX_PENDING = 2000  # samples that wait for a disk; while there are as many, no more are taken
 OTHERS_LIMIT = 16
 THREAD_LIMIT = 256
 BUSY_SHARE = 0.05
@@ -73,8 +69,7 @@ BUSY_SHARE = 0.05
 _NAME_LIMIT = 80
 _NS_PER_S = 1_000_000_000
 _NS_PER_US = 1000
-_BREAKER_UNTIL = (3, 13)
-"""From that version on a pending call is seen at once."""
+_BREAKER_UNTIL = (3, 13)  # from that version on a pending call is seen at once
 _SAMPLE_WORDS = 7
 _THREAD_CPU_CLOCK = 6  # CPUCLOCK_SCHED of one thread (include/linux/posix-timers.h)
 
@@ -129,8 +124,7 @@ class StackSampler:
         until: CodeType | None = None,
     ) -> None:  # fmt: skip
         self._thread = thread
-        self.hz = hz
-        """Samples per second, before the run's age is counted in."""
+        self.hz = hz  # samples per second, before the run's age is counted in
         self._note = note
         self._until = until
         self._libraries = library_folders()

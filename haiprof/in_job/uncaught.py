@@ -55,8 +55,7 @@ class Uncaught:
         self._unwritten: tuple[dict[str, Any], BaseException | None] | None = None
         self._exit: list[dict[str, Any]] | None = None
         """The last call of sys.exit, and what was being handled then."""
-        self.left_at: list[Frame] = []
-        """Where that call was made, whatever its status."""
+        self.left_at: list[Frame] = []  # where that call was made, whatever its status
         self._reserve: mmap.mmap | None = None
 
     @property

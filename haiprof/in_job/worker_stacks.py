@@ -24,16 +24,13 @@ from haiprof.run_format.stack_lines import END, FILE_LIMIT_BYTES
 from haiprof.run_format.writer import LineWriter
 
 WRITE_EVERY_NS = 2_000_000_000
-EXIT_WAIT_S = 0.5
-"""So long the last samples may hold the exit of a worker."""
-SHARE = 0.2
-"""Of the training thread's rate, what the workers of a loader have together."""
+EXIT_WAIT_S = 0.5  # so long the last samples may hold the exit of a worker
+SHARE = 0.2  # of the training thread's rate, what the workers of a loader have together
 MAX_HZ = 10.0
 MIN_HZ = 1.0
 SEARCHED_RANKS = 64
 _HEADER_LIMIT_BYTES = 1 << 16
-_BLOCK_BYTES = 512
-"""What `st_blocks` counts."""
+_BLOCK_BYTES = 512  # what `st_blocks` counts
 _WORKER_MODULE = "torch.utils.data._utils.worker"
 
 

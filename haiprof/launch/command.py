@@ -25,13 +25,11 @@ from haiprof.base.options import (
 from haiprof.base.trace_options import OptionSpec
 from haiprof.run_format.secrets import mask_command
 
-AFTER_SCRIPT = ("time",)
-"""Options that may also stand after the script, as in the published tool."""
+AFTER_SCRIPT = ("time",)  # options that may also stand after the script, as in the published tool
 _FORMERLY_AFTER = ("warmup", "trace", "recorder", "log-dir", "name")
 """They were taken after the script until version 0.1; for one release with a warning."""
 _SCRIPT_BYTES = 1 << 20
-_NEAR = 0.7
-"""How alike names must be: two letters exchanged in a name of five are 0.8."""
+_NEAR = 0.7  # how alike names must be: two letters exchanged in a name of five are 0.8
 _OWN_HINT = "if this is the script's own option, put -- before the script's arguments"
 
 
@@ -39,16 +37,11 @@ _OWN_HINT = "if this is the script's own option, put -- before the script's argu
 class CommandLine:
     """A parsed command line."""
 
-    command: list[str]
-    """The job's command, ready to be executed."""
-    options: dict[str, object]
-    """haiprof's options by field name."""
-    taken: list[str]
-    """The words that haiprof took for itself, to show them."""
-    warnings: list[str]
-    """What the user must know about words after the script, even with `--quiet`."""
-    name: str
-    """The default name of the job."""
+    command: list[str]  # the job's command, ready to be executed
+    options: dict[str, object]  # haiprof's options by field name
+    taken: list[str]  # the words that haiprof took for itself, to show them
+    warnings: list[str]  # what the user must know about words after the script, even with `--quiet`
+    name: str  # the default name of the job
 
 
 def parse_command_line(words: Sequence[str]) -> CommandLine:

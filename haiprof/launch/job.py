@@ -54,13 +54,10 @@ class Job:
     run: RunPaths
     manifest: Manifest
     options: Options
-    created: bool
-    """Whether this launcher has made the run directory."""
+    created: bool  # whether this launcher has made the run directory
     subcommand: Subcommand
-    supervisor: Supervisor
-    """Of the launcher, as it was when this process was forked from it."""
-    pid: int = 0
-    """The job's process, once it has started."""
+    supervisor: Supervisor  # of the launcher, as it was when this process was forked from it
+    pid: int = 0  # the job's process, once it has started
     _agent: Agent | None = None
     _nsys: Nsys | Refusal | None = None
     _burst: Burst | None = None

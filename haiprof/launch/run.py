@@ -41,8 +41,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
 from haiprof.run_format.secrets import mask_command, mask_text
 
-_LOOKED_AT = 4
-"""Earlier runs of the same name that may still run."""
+_LOOKED_AT = 4  # earlier runs of the same name that may still run
 
 
 def live_as_companion(
@@ -168,8 +167,7 @@ def _short(path: Path) -> str:
         return str(path)
 
 
-START_LIMIT_S = 30.0
-"""How long a log directory that does not answer may delay the start of the job."""
+START_LIMIT_S = 30.0  # how long a log directory that does not answer may delay the start of the job
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell reports them
 
 

@@ -43,12 +43,10 @@ class Signal(NamedTuple):
     """A signal that has arrived."""
 
     number: int
-    code: int
-    """Who sent it: `si_code` of sigaction(2)."""
+    code: int  # who sent it: `si_code` of sigaction(2)
     pid: int = 0
     """The process that sent it; 0 where it was the kernel, or is in another PID namespace."""
-    uid: int = 0
-    """Its user."""
+    uid: int = 0  # its user
 
 
 class SignalReader:
@@ -273,8 +271,7 @@ def _report_signals(read_fd: int, write_fd: int) -> None:
 
 TICK_S = 1.0
 STOP_ANSWER_S = 0.2
-EXIT_LIMIT_S = 10.0
-"""How long a log directory that does not answer may delay the exit of the job."""
+EXIT_LIMIT_S = 10.0  # how long a log directory that does not answer may delay the exit of the job
 
 _NOT_WAITED = (
     f"the log directory has not answered for {EXIT_LIMIT_S:g} s: not waiting for it any longer"
@@ -291,10 +288,8 @@ _NOT_NOTED = (signal.SIGWINCH, signal.SIGCONT, signal.SIGURG)
 class Outcome:
     """How the job ended."""
 
-    status: int
-    """Exit status; 128 + the signal's number when one ended it."""
-    signal: int | None
-    """The signal that ended it."""
+    status: int  # exit status; 128 + the signal's number when one ended it
+    signal: int | None  # the signal that ended it
 
     @classmethod
     def from_code(cls, code: int) -> Outcome:

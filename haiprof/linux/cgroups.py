@@ -29,10 +29,8 @@ class Cgroup:
     """One cgroup in one tree."""
 
     version: int
-    mount: Path
-    """The tree's top, as far as this process may see it."""
-    path: PurePosixPath
-    """The cgroup below the mount; `/` is its top."""
+    mount: Path  # the tree's top, as far as this process may see it
+    path: PurePosixPath  # the cgroup below the mount; `/` is its top
 
     @property
     def folder(self) -> Path:
@@ -286,14 +284,12 @@ _KILLED = re.compile(
 class OomKill:
     """One process that the kernel killed, as its log has it."""
 
-    pid: int
-    """In the machine's own numbering: in a container a process has another one too."""
+    pid: int  # in the machine's own numbering: in a container a process has another one too
     command: str
     anonymous_bytes: int
     file_bytes: int
     shared_bytes: int
-    in_cgroup: bool
-    """Whether a control group's limit was reached, and not the machine's memory."""
+    in_cgroup: bool  # whether a control group's limit was reached, and not the machine's memory
 
 
 def memory_cgroup(pid: int, *, root: Path = Path("/")) -> Cgroup | None:

@@ -36,15 +36,12 @@ _CONTAINER = "allow perf_event_open in the container's seccomp profile"
 class Event:
     """What one counter counts."""
 
-    name: str
-    """For people, with its PMU."""
-    type: int
-    """Number of the PMU, from its `type` file, or one of the TYPE constants."""
+    name: str  # for people, with its PMU
+    type: int  # number of the PMU, from its `type` file, or one of the TYPE constants
     config: int
     config1: int = 0
     config2: int = 0
-    bits: int = 0
-    """EXCLUDE_KERNEL, INHERIT; uncore PMUs refuse the first."""
+    bits: int = 0  # EXCLUDE_KERNEL, INHERIT; uncore PMUs refuse the first
 
     def attr(self) -> bytes:
         """The `struct perf_event_attr` for the kernel."""
@@ -111,10 +108,8 @@ class ScaledSum:
     kernel: Kernel
     event: Event
     share: Share
-    unit: Fraction = Fraction(1)
-    """What one count stands for, such as 64 bytes."""
-    _last: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """The last record by descriptor."""
+    unit: Fraction = Fraction(1)  # what one count stands for, such as 64 bytes
+    _last: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the last record by descriptor
     _total: int = 0
 
     def open(self, *, pid: int, cpu: int) -> None:
@@ -283,8 +278,7 @@ class MonitoredBytes:
 
     files: Callable[[], Iterable[Path]]
     total: int = 0
-    restarts: int = 0
-    """How often a file decreased or vanished: what was counted in between is lost."""
+    restarts: int = 0  # how often a file decreased or vanished: what was counted in between is lost
     _last: dict[Path, int] = field(default_factory=dict)
 
     def read(self) -> int:

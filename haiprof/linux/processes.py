@@ -27,11 +27,9 @@ _STATE, _ZOMBIE_CODE = 0, 49  # fields of /proc/PID/stat from the third on
 class ProcessExit:
     """How a process ended."""
 
-    status: int | None
-    """Exit status; None where a signal ended it, or nobody saw it."""
+    status: int | None  # exit status; None where a signal ended it, or nobody saw it
     signal: int | None
-    core: bool
-    """Whether the kernel wrote a core file, or handed it on."""
+    core: bool  # whether the kernel wrote a core file, or handed it on
     source: str
     """`kernel`, `zombie`, or `gone` where its parent had taken the status before it was read."""
 
@@ -151,18 +149,15 @@ class FamilyTotals:
 
     process_count: int
     cpu_ns: int
-    cpu_main_ns: int
-    """Of the process alone."""
+    cpu_main_ns: int  # of the process alone
     rss_bytes: int
     minor_faults: int
     major_faults: int
     thread_count: int
     io_bytes: tuple[int, int, int, int] | None
     """rchar, wchar, read_bytes, write_bytes; None when those of the process cannot be read."""
-    io_missing: Unavailable | None
-    """Why there are none."""
-    child_io_missing: Unavailable | None
-    """Why those of some descendant are left out of the sum."""
+    io_missing: Unavailable | None  # why there are none
+    child_io_missing: Unavailable | None  # why those of some descendant are left out of the sum
 
 
 class Family:
@@ -286,8 +281,7 @@ class Process:
     start_ticks: int
     command: tuple[str, ...]
     environ: Mapping[str, str]
-    python: int | None
-    """Minor version of its Python 3; None where its name does not tell."""
+    python: int | None  # minor version of its Python 3; None where its name does not tell
 
     @property
     def rank(self) -> int | None:

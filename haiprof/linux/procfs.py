@@ -113,15 +113,12 @@ def unescape(word: str) -> str:
 class MountEntry(NamedTuple):
     """One line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
 
-    device: str
-    """`major:minor`."""
-    root: str
-    """What of the file system is seen at the mount point."""
+    device: str  # `major:minor`
+    root: str  # what of the file system is seen at the mount point
     point: str
     type: str
     source: str
-    options: str
-    """Of the file system; of cgroups of version 1 their controllers."""
+    options: str  # of the file system; of cgroups of version 1 their controllers
 
 
 def mount_entries(content: str) -> Iterator[MountEntry]:
@@ -153,24 +150,18 @@ class ProcessReading:
     pid: int
     parent: int
     start_ticks: int
-    running: bool
-    """Neither a zombie nor dead (proc(5))."""
-    own_ticks: int
-    """utime + stime."""
-    total_ticks: int
-    """The same with those of the children it has waited for."""
-    faults: int
-    """Minor faults of the process and of the children it has waited for."""
-    major_faults: int
-    """The same of those that waited for storage."""
+    running: bool  # neither a zombie nor dead (proc(5))
+    own_ticks: int  # utime + stime
+    total_ticks: int  # the same with those of the children it has waited for
+    faults: int  # minor faults of the process and of the children it has waited for
+    major_faults: int  # the same of those that waited for storage
     waited_faults: int
     """Those of the children alone: grows at each wait, so it shows that there was one."""
     rss_bytes: int
     thread_count: int
     io_bytes: tuple[int, int, int, int] | None
     """rchar, wchar, read_bytes, write_bytes; the kernel adds a child's when it is waited for."""
-    io_missing: Unavailable | None
-    """Why there are none."""
+    io_missing: Unavailable | None  # why there are none
 
 
 def read_process(root: Path, pid: int) -> ProcessReading | None:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Clock = Callable[[], int]
-"""Reads CLOCK_MONOTONIC in ns."""
+Clock = Callable[[], int]  # reads CLOCK_MONOTONIC in ns
 
 
 Status = Literal["available", "unsupported", "denied", "absent"]
@@ -50,27 +49,21 @@ class Reading:
     """One read and the columns that it fills."""
 
     columns: tuple[str, ...]
-    origin: str
-    """The file or call, as `haiprof doctor` shows it."""
+    origin: str  # the file or call, as `haiprof doctor` shows it
     read: Callable[[], Sequence[Value | Unavailable]]
     """One value per column; None or `Unavailable`, with the reason, if missing. Raises OSError,
     ValueError, IndexError, KeyError (unexpected content), `Unavailable` or `EntityGone`."""
-    lacking: str = ""
-    """Why the file may be absent, or a value in it."""
-    remedy: str = ""
-    """What an administrator would have to set where it is absent or denied."""
-    close: Callable[[], None] | None = None
-    """Closes what the read keeps open."""
+    lacking: str = ""  # why the file may be absent, or a value in it
+    remedy: str = ""  # what an administrator would have to set where it is absent or denied
+    close: Callable[[], None] | None = None  # closes what the read keeps open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entity:
     """The subject of a record: a GPU, a port, a mount; or the node, with an empty key and name."""
 
-    key: tuple[int, ...] = ()
-    """Values of the table's key columns."""
-    name: str = ""
-    """A short, distinct name for people."""
+    key: tuple[int, ...] = ()  # values of the table's key columns
+    name: str = ""  # a short, distinct name for people
     readings: tuple[Reading, ...]
     details: Mapping[str, object] = field(default_factory=dict)
     """More for the header, such as a UUID."""

@@ -24,13 +24,10 @@ PMU_FOLDER = "sys/bus/event_source/devices"
 class Cpu:
     """A CPU model as /proc/cpuinfo names it."""
 
-    vendor: str
-    """`GenuineIntel`, `AuthenticAMD`, or the implementer's code on ARM (`0x41`)."""
+    vendor: str  # `GenuineIntel`, `AuthenticAMD`, or the implementer's code on ARM (`0x41`)
     family: int
-    model: int
-    """On ARM the part number (0xd4f is Neoverse V2, in Grace)."""
-    virtual: bool
-    """The hypervisor flag is set."""
+    model: int  # on ARM the part number (0xd4f is Neoverse V2, in Grace)
+    virtual: bool  # the hypervisor flag is set
 
     def __str__(self) -> str:
         return f"CPU {self.vendor} family {self.family} model {self.model}"
@@ -105,12 +102,9 @@ _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]\Z")
 class PciDevice:
     """A PCI device's place in the machine."""
 
-    node: int | None
-    """Its NUMA node; None where the firmware did not say (-1 in /sys)."""
-    cpus: str | None
-    """The CPUs local to it, as the kernel prints them."""
-    bridges: tuple[str, ...]
-    """The PCI addresses of the bridges above it, from the root port down."""
+    node: int | None  # its NUMA node; None where the firmware did not say (-1 in /sys)
+    cpus: str | None  # the CPUs local to it, as the kernel prints them
+    bridges: tuple[str, ...]  # the PCI addresses of the bridges above it, from the root port down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +112,7 @@ class Adapter:
     """One InfiniBand or RoCE adapter."""
 
     name: str
-    pci: PciDevice | None
-    """None for one without a PCI device (soft RoCE)."""
+    pci: PciDevice | None  # None for one without a PCI device (soft RoCE)
 
 
 def node_of_cpu(root: Path) -> dict[int, int]:

@@ -187,10 +187,8 @@ class _FoundMount(NamedTuple):
     """A mount, as it is told from another of the same name."""
 
     mount: MountEntry
-    stats: Path | None
-    """Of Lustre: the client's file, whose name is new with each mount."""
-    born_ns: int | None
-    """Of NFS: when it was mounted, on the sampler's clock, as it was first seen."""
+    stats: Path | None  # of Lustre: the client's file, whose name is new with each mount
+    born_ns: int | None  # of NFS: when it was mounted, on the sampler's clock, as it was first seen
 
 
 class FilesystemSampler(ChangingSampler):

@@ -66,8 +66,7 @@ class Pace:
 # CPU times come in ticks of 10 ms: two samples closer than this would make a rate of noise.
 _MIN_GAP_NS = int(MIN_INTERVAL_S * NS_PER_S)
 
-Report = Callable[[Mapping[str, object]], None]
-"""Takes one line for the node's events file."""
+Report = Callable[[Mapping[str, object]], None]  # takes one line for the node's events file
 
 
 class Writer(Protocol):
@@ -99,8 +98,7 @@ class Stream:
     """Carries the records of one sampler to its file."""
 
     sampler: TableSampler
-    interval_ns: int
-    """Between two samples where none of them takes long."""
+    interval_ns: int  # between two samples where none of them takes long
     clock: Clock
     report: Report
     open_writer: OpenWriter = _write_records
@@ -109,8 +107,7 @@ class Stream:
     latest: tuple[int, bytes] = (0, b"")
     """CLOCK_MONOTONIC at the last sample, and its records; replaced as a whole."""
     sample_count: int = 0
-    cpu_ns: int = 0
-    """Time that this thread spent in samples."""
+    cpu_ns: int = 0  # time that this thread spent in samples
     _last_ns: int = 0
     _reasons: set[str] = field(default_factory=set)
     _writer: Writer | None = None
@@ -229,8 +226,7 @@ class SamplingLoop:
     boot_clock: Clock = boot_ns
     samplers: Sequence[TableSampler] | None = None
     open_writer: OpenWriter = _write_records
-    failure: str | None = None
-    """Why nothing was recorded."""
+    failure: str | None = None  # why nothing was recorded
     streams: tuple[Stream, ...] = ()
     """The sampled streams; replaced as a whole, as other threads read the list."""
     _events: LineWriter | None = None

@@ -42,16 +42,13 @@ class Metric:
     """How a column is counted on one kind of PMU; its counters are summed."""
 
     column: str
-    pmu: str
-    """Pattern of the PMU's names in /sys/bus/event_source/devices."""
+    pmu: str  # pattern of the PMU's names in /sys/bus/event_source/devices
     named: tuple[tuple[str, ...], ...] = ()
     """Events that the kernel may describe there, alternatives in order; with their own scale."""
-    terms: tuple[str, ...] = ()
-    """The events themselves, where the kernel describes none."""
+    terms: tuple[str, ...] = ()  # the events themselves, where the kernel describes none
     unit: Fraction = Fraction(64)
     """Bytes per count of `terms`, and of named events where `unscaled`."""
-    unscaled: bool = False
-    """The kernel gives its named events no scale."""
+    unscaled: bool = False  # the kernel gives its named events no scale
 
 
 _IMC = r"uncore_imc(_\d+)?\Z"
@@ -156,8 +153,7 @@ class Pmu:
 
     name: str
     type: int
-    cpus: tuple[int, ...]
-    """One CPU for each socket, or other unit, that it counts for."""
+    cpus: tuple[int, ...]  # one CPU for each socket, or other unit, that it counts for
     formats: Mapping[str, str] = field(default_factory=dict)
     """The bits of each term, such as `event` in `config:0-7`."""
     events: Mapping[str, str] = field(default_factory=dict)
@@ -508,8 +504,7 @@ class RankCounters:
     events: Mapping[str, Event | Unavailable]
     root: Path
     kernel: Kernel
-    spare: Callable[[], int]
-    """How many more files may be opened."""
+    spare: Callable[[], int]  # how many more files may be opened
     virtual: bool
     _counters: Counters | None = None
 

@@ -113,12 +113,9 @@ class Port:
 
     device: str
     number: int
-    folder: Path
-    """.../ports/<number>."""
-    inode: int
-    """Of the folder: a device that is registered anew gets another one."""
-    alone: bool
-    """Whether the device has no other port, so that its own counters are the port's."""
+    folder: Path  # .../ports/<number>
+    inode: int  # of the folder: a device that is registered anew gets another one
+    alone: bool  # whether the device has no other port, so that its own counters are the port's
 
     @property
     def name(self) -> str:

@@ -82,8 +82,7 @@ class Nvml:
         self.module: Any = module
         """For another handle of the same library, to be opened and closed on its own."""
         self._started = False
-        self.version = ""
-        """The running driver's version; empty where unknown."""
+        self.version = ""  # the running driver's version; empty where unknown
 
     def open(self) -> None:
         """Loads the library and starts it."""
@@ -213,10 +212,8 @@ class Device:
 class Call:
     """One NVML function and the columns that it fills."""
 
-    columns: str
-    """With blanks between them."""
-    functions: str
-    """Names, as they change: the first one that driver and binding have is used."""
+    columns: str  # with blanks between them
+    functions: str  # names, as they change: the first one that driver and binding have is used
     arguments: tuple[object, ...] = ()
     values: Callable[[Any], Sequence[Value]] = lambda answer: (answer,)
     """From NVML's answer to base units."""
@@ -242,8 +239,7 @@ class NvmlSampler(TableSampler):
     def __init__(self, node: Node) -> None:
         super().__init__(node)
         self.nvml = Nvml(node.nvml)
-        self.devices: list[Device] = []
-        """Those that can be used; after `find`."""
+        self.devices: list[Device] = []  # those that can be used; after `find`
 
     def readings(self, device: Device) -> Iterable[Reading]:
         """What is read of one GPU."""
@@ -323,15 +319,11 @@ class Field:
     """One field and the column that it fills."""
 
     column: str
-    id: int | None
-    """None where the id is not known for this driver."""
-    scale: int | float = 1
-    """From NVML's unit to the base unit; a float makes the value one."""
+    id: int | None  # None where the id is not known for this driver
+    scale: int | float = 1  # from NVML's unit to the base unit; a float makes the value one
     scope: int = 0
-    wide: bool = False
-    """A count of traffic: 32 bits would wrap unnoticed between two samples."""
-    above: int = 0
-    """Only a value beyond this shows that the counter is wide enough."""
+    wide: bool = False  # a count of traffic: 32 bits would wrap unnoticed between two samples
+    above: int = 0  # only a value beyond this shows that the counter is wide enough
 
 
 def gpu_fields(driver: Version) -> tuple[Field, ...]:

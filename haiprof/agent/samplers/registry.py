@@ -145,8 +145,7 @@ class Tool:
 
     name: str
     kind: Kind
-    status: Status
-    """`available` or `absent`."""
+    status: Status  # `available` or `absent`
     path: str | None
     purpose: str
 
@@ -157,16 +156,11 @@ class Permission:
 
     name: str
     status: Status = "available"
-    value: int | None = None
-    """What the source says; None where it is not there or holds no number."""
-    source: str
-    """File or call."""
-    allows: str
-    """What needs it."""
-    reason: str = ""
-    """Why not, or what else may stand in the way."""
-    remedy: str = ""
-    """What an administrator would have to set."""
+    value: int | None = None  # what the source says; None where it is not there or holds no number
+    source: str  # file or call
+    allows: str  # what needs it
+    reason: str = ""  # why not, or what else may stand in the way
+    remedy: str = ""  # what an administrator would have to set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,12 +169,10 @@ class Software:
 
     host: str
     kernel: str
-    cgroup: str | None
-    """`v1`, `v2` or `v1 + v2`."""
+    cgroup: str | None  # `v1`, `v2` or `v1 + v2`
     python: str
     executable: str
-    torch: str | None
-    """Of this interpreter; the job's may be another."""
+    torch: str | None  # of this interpreter; the job's may be another
     nvidia_driver: str | None
     nvidia_ml_py: str | None
 

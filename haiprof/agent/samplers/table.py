@@ -32,13 +32,10 @@ from haiprof.run_format.schema import NULL_I64, Column, Table
 class RankProcess:
     """One process to look at."""
 
-    name: str
-    """For people: `rank 0`, `rank 0 attempt 1`."""
+    name: str  # for people: `rank 0`, `rank 0 attempt 1`
     pid: int
-    start_ticks: int
-    """Its start time (stat field 22): with the pid it names a process for good."""
-    gpu_uuid: str | None = None
-    """The GPU that it uses, as it reported."""
+    start_ticks: int  # its start time (stat field 22): with the pid it names a process for good
+    gpu_uuid: str | None = None  # the GPU that it uses, as it reported
 
 
 class RankReports:
@@ -88,31 +85,23 @@ class Missing(NamedTuple):
 
     metric: str
     """A column of the table, one entity of the source (`gpu 0`, `rank 1`), or `ALL_METRICS`."""
-    reason: str
-    """Why, with the file or call that refused."""
+    reason: str  # why, with the file or call that refused
     status: Status = "absent"
-    remedy: str = ""
-    """What a user or an administrator would have to set; empty where nothing helps."""
+    remedy: str = ""  # what a user or an administrator would have to set; empty where nothing helps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterState:
     """One counter as `haiprof doctor` lists it."""
 
-    source: str
-    """The sampler's name."""
-    entity: str
-    """What of it, such as `gpu 0` or `mlx5_0 port 1`; empty for the node as a whole."""
-    metric: str
-    """The column, or `ALL_METRICS` where nothing of the sampler is there."""
+    source: str  # the sampler's name
+    entity: str  # what of it, such as `gpu 0` or `mlx5_0 port 1`; empty for the node as a whole
+    metric: str  # the column, or `ALL_METRICS` where nothing of the sampler is there
     unit: str
     status: Status
-    value: float | int | None
-    """As read now: of a counter that only grows, its present count."""
-    origin: str
-    """The file or call that it is read from."""
-    read_ns: int | None
-    """What that read takes, with the other columns that it fills."""
+    value: float | int | None  # as read now: of a counter that only grows, its present count
+    origin: str  # the file or call that it is read from
+    read_ns: int | None  # what that read takes, with the other columns that it fills
     reason: str = ""
     remedy: str = ""
 
@@ -141,20 +130,14 @@ _NO_RUN = RunPaths(Path(os.devnull))  # no folder can be below it: nobody report
 class Node:
     """The surroundings of a sampler; tests put fakes in."""
 
-    run: RunPaths = _NO_RUN
-    """The run that is recorded."""
-    host: str = ""
-    """This node's name, as the ranks report it."""
-    root: Path = Path("/")
-    """Where /proc and /sys are."""
-    nvml: ModuleType | None = None
-    """A module like pynvml; None imports that."""
-    clock: Clock = time.perf_counter_ns
-    """CLOCK_MONOTONIC in ns."""
+    run: RunPaths = _NO_RUN  # the run that is recorded
+    host: str = ""  # this node's name, as the ranks report it
+    root: Path = Path("/")  # where /proc and /sys are
+    nvml: ModuleType | None = None  # a module like pynvml; None imports that
+    clock: Clock = time.perf_counter_ns  # CLOCK_MONOTONIC in ns
     pid: int | None = None
     """A process to treat as a rank though it did not report in: `haiprof doctor`'s own."""
-    reports: RankReports | None = None
-    """What ranks reported, read once for all samplers."""
+    reports: RankReports | None = None  # what ranks reported, read once for all samplers
 
 
 class MissingLog:
@@ -204,16 +187,11 @@ class TableSampler:
     It is owned and called by one thread.
     """
 
-    name: str
-    """Name of the source and of its record file."""
-    recorder: str
-    """The recorder in `config.RECORDERS` that switches it."""
-    table: Table
-    """What a record holds."""
-    every = 1
-    """It samples at every Nth interval of its recorder."""
-    read_limit_ns = 50_000_000
-    """A sample that takes longer makes the loop sample less often."""
+    name: str  # name of the source and of its record file
+    recorder: str  # the recorder in `config.RECORDERS` that switches it
+    table: Table  # what a record holds
+    every = 1  # it samples at every Nth interval of its recorder
+    read_limit_ns = 50_000_000  # a sample that takes longer makes the loop sample less often
 
     def __init__(self, node: Node) -> None:
         self.root = node.root

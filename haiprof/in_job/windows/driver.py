@@ -51,8 +51,7 @@ class Tracer:
         self._recorder = recorder
         self._state = state
         self._guard = guards.Guard(self._make_way)
-        self.active = False
-        """Whether a window is still to come or runs."""
+        self.active = False  # whether a window is still to come or runs
         self._yield_asked = False
         self._end_asked = False
         self._late = False
@@ -60,8 +59,7 @@ class Tracer:
         self._repeated_last = False
         self._phases: PhaseTimes | None = None
         """Of the window that is recorded: each span is looked at meanwhile."""
-        self._base = 0
-        """Steps before this follows them: a window may be asked for at any time."""
+        self._base = 0  # steps before this follows them: a window may be asked for at any time
         lasts_s = config.get("valid_s")
         self._expires_ns = None if lasts_s is None else _now() + round(float(lasts_s) * 1e9)
         self._build()

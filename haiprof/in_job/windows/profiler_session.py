@@ -41,8 +41,7 @@ class ProfilerOptions:
     flops: bool = False
     modules: bool = False
     sync: bool = False
-    lines: bool = False
-    """The lines of the job that call operators: `forward_lines`, not torch's."""
+    lines: bool = False  # the lines of the job that call operators: `forward_lines`, not torch's
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ProfilerOptions:

@@ -45,8 +45,7 @@ class WindowFiles:
 
     def __init__(self, run: RunPaths, clock: ClockAnchor) -> None:
         self._root, self._folder = run.root, run.trace_parts
-        self.clock = clock
-        """When the window began."""
+        self.clock = clock  # when the window began
         self._draft = self.stem
         make_folder(self._folder, below=run.root, trusted=True)
 
@@ -99,12 +98,10 @@ class WindowContext:
     guard: Guard
     what: ProfilerOptions
     times: StepTimes
-    ended: Callable[[int], bool]
-    """Whether the step before this one has had its last optimizer step."""
+    ended: Callable[[int], bool]  # whether the step before this one has had its last optimizer step
     execution_trace: bool
     limit_bytes: int
-    request: str | None = None
-    """Who asked for the windows while the job ran, and waits for a reply."""
+    request: str | None = None  # who asked for the windows while the job ran, and waits for a reply
 
     def refusal(self) -> str | None:
         """Why no window may start now; None where one may."""
@@ -231,8 +228,7 @@ class Windows:
         self._rehearsal: Recording | None = None
         """Of a step before a window, which is thrown away; never beside `_recording`."""
         self._step_bytes: int | None = None
-        self.asleep_until = 0
-        """Edges of steps before this one are of no use."""
+        self.asleep_until = 0  # edges of steps before this one are of no use
 
     @property
     def holds_profiler(self) -> bool:

@@ -35,12 +35,10 @@ class SteadySteps:
         self._failed = failed
         self._open = counter.stack
         self._close: End = counter.stack.clear
-        self.follows = False
-        """Whether steps are alike at this moment."""
+        self.follows = False  # whether steps are alike at this moment
         self.interrupted = False
         """Whether the next span is to be looked at, whatever it is; any thread may say so."""
-        self.asleep_until = 0
-        """Edges of steps before this one interest nobody."""
+        self.asleep_until = 0  # edges of steps before this one interest nobody
         self._step: list[tuple[int, int]] = []
         self._last: Sequence[tuple[int, int]] = ()
         self._alike = 0

@@ -37,14 +37,11 @@ begins now."""
 class Snapshot(NamedTuple):
     """What a counter knows between two steps."""
 
-    steps: int
-    """`StepCounter.count`."""
-    numbers: tuple[int, ...]
-    """What grows from step to step."""
+    steps: int  # `StepCounter.count`
+    numbers: tuple[int, ...]  # what grows from step to step
     shape: tuple[object, ...]
     """Everything else: the same after each of several steps that are alike."""
-    is_steady: bool
-    """Whether it stays the same through any number of such steps."""
+    is_steady: bool  # whether it stays the same through any number of such steps
 
     def since(self, earlier: Snapshot) -> tuple[int, ...]:
         """How much the numbers have grown."""
@@ -69,8 +66,7 @@ class StepCounter:
         self._sure = sure
         self._by_optimizer = Cycles()
         self._by_backward: Cycles | None = Cycles()
-        self.stack: list[int] = []
-        """Kinds of the spans that are open."""
+        self.stack: list[int] = []  # kinds of the spans that are open
         self._inner_work = False
         self._inner_tag: int | None = None
         self._optimizer_tag = 0
@@ -84,8 +80,7 @@ class StepCounter:
         self._training_datasets: set[int] = set()
         self._module: Any = None
         self._module_mode = True
-        self.trained_ns: int | None = None
-        """When the first backward pass or optimizer step began."""
+        self.trained_ns: int | None = None  # when the first backward pass or optimizer step began
         self.ends: dict[int, Callable[[], None]] = {
             OPTIMIZER: self._optimizer_ends, SCALER: self._scaler_ends,
             BACKWARD: self._backward_ends,

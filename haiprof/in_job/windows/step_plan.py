@@ -43,10 +43,8 @@ class PlannedWindow:
 
     window: int
     first: int
-    after_last: int | None
-    """None until its time is up."""
-    until_ns: int | None
-    """When its time is up, monotonic."""
+    after_last: int | None  # None until its time is up
+    until_ns: int | None  # when its time is up, monotonic
     reason: str
     request: str | None
 
@@ -63,11 +61,9 @@ class StepTimes:
         self._start_ns = 0
         self.other_work = False
         """Whether there was an evaluation or a checkpoint in the step that runs."""
-        self.ours_ns = 0
-        """So much of the running step is haiprof's own."""
+        self.ours_ns = 0  # so much of the running step is haiprof's own
         self._kept = 0
-        self.usual_ns = 0
-        """Median of the last plain steps; 0 while there are few."""
+        self.usual_ns = 0  # median of the last plain steps; 0 while there are few
 
     def boundary(self, number: int, begins: bool) -> None:
         """An edge of a step."""
@@ -175,8 +171,7 @@ class Plan:
         self._time_ns = round(float(config.get("time_s") or 0) * _NS_PER_S)
         self._repeat = int(config.get("repeat") or 1)
         self._every: int | None = config.get("repeat_every")
-        self.window = int(config.get("window") or 0)
-        """Number of the window that comes next or runs."""
+        self.window = int(config.get("window") or 0)  # number of the window that comes next or runs
         self._after_last_window = self.window + self._repeat
         self._request: str | None = config.get("request")
         self._ahead_s = float(config.get("ahead_s") or AGREE_S)
@@ -270,10 +265,8 @@ class RollingSchedule:
         self._place = 0
         self._begin = 0
         self._period = 1
-        self.length = 1
-        """Steps in a window of this series."""
-        self.window_count = 0
-        """Windows that the ranks have kept: the number of the next one."""
+        self.length = 1  # steps in a window of this series
+        self.window_count = 0  # windows that the ranks have kept: the number of the next one
 
     def next_first(self, number: int, *, pace: Callable[[], tuple[int, int]], usual_ns: int) -> int:
         """First step of the next window, not before `number`."""

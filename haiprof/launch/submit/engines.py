@@ -67,16 +67,14 @@ class JobSpec:
     program: str
     """A Python file, the module where `module` says so, or any other program (here only)."""
     module: bool = False
-    arguments: tuple[str, ...] = ()
-    """The script's own, untouched."""
+    arguments: tuple[str, ...] = ()  # the script's own, untouched
     name: str
     options: Mapping[str, str] = field(default_factory=dict)
     """haiprof's options as text, by their names on its command line; each once."""
     nodes: int = 1
     ranks_per_node: int | None = None
     gpus_per_node: int | None = None
-    gpu_type: str | None = None
-    """What the engine calls the GPUs, such as H100."""
+    gpu_type: str | None = None  # what the engine calls the GPUs, such as H100
     cpus_per_node: int | None = None
     time_limit_s: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -86,10 +84,8 @@ class JobSpec:
     account: str | None = None
     directives: Mapping[str, str] = field(default_factory=dict)
     """Further options of sbatch, by name; empty text for a switch."""
-    image: str | None = None
-    """Container image."""
-    claim: str | None = None
-    """PersistentVolumeClaim that holds the log directory."""
+    image: str | None = None  # container image
+    claim: str | None = None  # PersistentVolumeClaim that holds the log directory
     haiprof: tuple[str, ...] = ("haiprof",)
     """The command haiprof where nodes have the same file system as this one."""
 
@@ -168,8 +164,7 @@ def parse_directives(words: Iterable[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-STATIC_PORT = 29500
-"""Of the first node's rendezvous, where every job has nodes of its own."""
+STATIC_PORT = 29500  # of the first node's rendezvous, where every job has nodes of its own
 
 
 class Expanded(str):

@@ -42,8 +42,7 @@ from haiprof.run_format.layout import RunPaths
 if TYPE_CHECKING:
     import submitit
 
-START_S = 10.0
-"""After so long without a run directory the job is taken to start slowly."""
+START_S = 10.0  # after so long without a run directory the job is taken to start slowly
 _POLL_S = 0.02
 _SHOWN_BYTES = 500
 
@@ -53,18 +52,13 @@ class SubmittedJob:
     """A submitted job."""
 
     on: str
-    id: str
-    """As `haiprof ls --live` (here) or Slurm calls it."""
-    log: Path
-    """Of all nodes."""
+    id: str  # as `haiprof ls --live` (here) or Slurm calls it
+    log: Path  # of all nodes
     target: Path
     """What `haiprof verdict` takes: the run directory, or the log directory where it is below."""
-    stop: tuple[str, ...]
-    """The command that ends it."""
-    status: Callable[[], int | None]
-    """Its exit status; None while it waits or runs."""
-    poll_s: float
-    """How often that may be asked: Slurm's controller answers everybody."""
+    stop: tuple[str, ...]  # the command that ends it
+    status: Callable[[], int | None]  # its exit status; None while it waits or runs
+    poll_s: float  # how often that may be asked: Slurm's controller answers everybody
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""
@@ -343,8 +337,7 @@ class Form:
 
     text: Callable[[JobSpec], str]
     takes: frozenset[str]
-    next: str
-    """The next command for the user."""
+    next: str  # the next command for the user
 
 
 FORMS = {
