@@ -581,13 +581,11 @@ def prepare_kineto(run: RunPaths, environ: Mapping[str, str], *, asked: bool) ->
         return None  # a daemon of the site's own: the job is left to it
     name = f"kineto-{socket.gethostname()[:60]}-{os.getpid()}"
     folder = PrivateFolder.create(run.control / name)
+    tail = "the job goes on, and cannot be traced that way"
     agent = KinetoAgent(
-        f"{folder.as_seen}/{NAME}",
-        failed=lambda reason: print_message(
-            f"the Kineto agent has ended ({reason}): the job goes on, and cannot be traced that way"
-        ),
-        folder=folder,
-    )
+        f"{folder.as_seen}/{NAME}", folder=folder,
+        failed=lambda reason: print_message(f"the Kineto agent has ended ({reason}): {tail}"),
+    )  # fmt: skip
     try:
         agent.bind()
     except OSError:

@@ -106,12 +106,8 @@ class FlightRecorder:
         traces = [dump(includeCollectives=True, onlyActive=False) for dump in self._dumps]
         wall_ns = time.time_ns()
         path = self._paths.collectives(wall_ns)
-        head = {
-            "version": SCHEMA_VERSION,
-            "wall_ns": wall_ns,
-            "mono_ns": _now(),
-            "groups": {**self._groups, **group_ranks()},
-        }
+        head = {"version": SCHEMA_VERSION, "wall_ns": wall_ns, "mono_ns": _now(),
+                "groups": {**self._groups, **group_ranks()}}  # fmt: skip
         whole = json.dumps(head)[:-1].encode() + b', "traces": [' + b",".join(traces) + b"]}"
         write_file(path, gzip.compress(whole, _GZIP_LEVEL), below=self._paths.run_root)
         return path

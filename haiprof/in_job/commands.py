@@ -221,12 +221,8 @@ def handlers(
     """The handlers that need nothing of the training thread, by kind of request."""
 
     def status(_: str, __: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {
-            "state": "done",
-            "mono_ns": time.perf_counter_ns(),
-            "wall_ns": time.time_ns(),
-            **progress(),
-        }
+        times = {"mono_ns": time.perf_counter_ns(), "wall_ns": time.time_ns()}
+        return {"state": "done", **times, **progress()}
 
     def stacks(_: str, __: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"state": "done", "wall_ns": time.time_ns(), "threads": thread_stacks()}

@@ -225,12 +225,8 @@ class StackTree:
         first_frame, first_stack = self._taken_frames, self._taken_stacks + 1
         self._taken_frames += len(frames)
         self._taken_stacks += len(stacks)
-        return {
-            "first_frame": first_frame,
-            "frames": frames,
-            "first_stack": first_stack,
-            "stacks": stacks,
-        }
+        return {"first_frame": first_frame, "frames": frames, "first_stack": first_stack,
+                "stacks": stacks}  # fmt: skip
 
     def _add(self, caller: int, place: Place) -> int:
         """The stack behind an instruction that was not seen there before, while there is room."""

@@ -88,20 +88,13 @@ def report_in(
     paths: RankPaths, *, attempt: int, clock: ClockAnchor, details: Mapping[str, Any]
 ) -> None:
     """Writes rank.json."""
-    write_json(
-        paths.report,
-        {
-            **process_details(),
-            "attempt": attempt,
-            "ppid": os.getppid(),
-            "start_ticks": _start_ticks(),
-            "python": platform.python_version(),
-            "argv": mask_command(getattr(sys, "orig_argv", sys.argv)),
-            "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns},
-            **details,
-        },
-        below=paths.run_root,
-    )
+    content = {
+        **process_details(), "attempt": attempt, "ppid": os.getppid(),
+        "start_ticks": _start_ticks(), "python": platform.python_version(),
+        "argv": mask_command(getattr(sys, "orig_argv", sys.argv)),
+        "clock": {"wall_ns": clock.wall_ns, "mono_ns": clock.mono_ns}, **details,
+    }  # fmt: skip
+    write_json(paths.report, content, below=paths.run_root)
 
 
 def torch_facts() -> dict[str, Any]:
@@ -126,17 +119,14 @@ def environment_line() -> dict[str, Any]:
 
     packages = installed_packages(list(sys.path))
     text = "\n".join(f"{name} {version}" for name, version in packages.items())
-    version = sys.modules.get("torch.version")
+    version, names = sys.modules.get("torch.version"), ("cuda", "hip", "git_version")
     return {
-        "type": "environment",
-        "time_ns": time.perf_counter_ns(),
+        "type": "environment", "time_ns": time.perf_counter_ns(),
         "variables": named_variables(os.environ),
         "packages": packages if not local_rank() else None,
         "packages_digest": hashlib.sha256(text.encode()).hexdigest()[:16],
-        **{
-            f"torch_{name}": getattr(version, name, None) for name in ("cuda", "hip", "git_version")
-        },
-    }
+        **{f"torch_{name}": getattr(version, name, None) for name in names},
+    }  # fmt: skip
 
 
 def _start_ticks() -> int | None:

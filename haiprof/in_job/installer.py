@@ -45,28 +45,14 @@ from haiprof.run_format.schema import (
 _OPTIMIZER_HOOKS: list[Any] = []
 _OPTIMIZER_STATES: list[patches.State] = []  # of the installation whose hooks these are
 _STAYING: dict[tuple[str, str], patches.Staying] = {}
+_OF_STATE = patches.State
 _OWN_WORK = (  # what wrappers call beside the job's own function
-    patches.State.takes_over,
-    patches.State._begin,
-    patches.State.open,
-    patches.State.end,
-    patches.State.end_fetch,
-    patches.State.finish_call,
-    patches.State.end_step,
-    patches.State.train,
-    patches.State.begins_here,
-    patches._Both.__call__,
-    Registry.add,
-    RootDescriber.__call__,
-    Recorder.show_work,
-    Recorder.sample_early,
-    Recorder.fault,
-    Recorder.arm,
-    DeviceTimer.begin,
-    GpuMemory.begin_step,
-    patches._compiler_is_tracing,
-    describe_loader,
-)
+    _OF_STATE.takes_over, _OF_STATE._begin, _OF_STATE.open, _OF_STATE.end, _OF_STATE.end_fetch,
+    _OF_STATE.finish_call, _OF_STATE.end_step, _OF_STATE.train, _OF_STATE.begins_here,
+    patches._Both.__call__, Registry.add, RootDescriber.__call__, Recorder.show_work,
+    Recorder.sample_early, Recorder.fault, Recorder.arm, DeviceTimer.begin, GpuMemory.begin_step,
+    patches._compiler_is_tracing, describe_loader,
+)  # fmt: skip
 
 
 class Installer:
@@ -88,13 +74,10 @@ class Installer:
         self._pauses = CollectorPauses(recorder)
         self._sizes = InputSizes(recorder.lines)
         self._settings = Settings(
-            self.roots.living,
-            self.optimizers.living,
+            self.roots.living, self.optimizers.living, pauses=self._pauses,
             own_profiler=lambda: self.recorder.installed.must_stay(),
-            kept_graphs=lambda: self.state.kept_graphs,
-            masks=lambda: self._sizes.masks,
-            pauses=self._pauses,
-        )
+            kept_graphs=lambda: self.state.kept_graphs, masks=lambda: self._sizes.masks,
+        )  # fmt: skip
         self._watches_memory = False
         self._memory_inputs: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None
         self._time_call = partial(time_call, gate=self.state, spans=recorder.spans)

@@ -111,9 +111,7 @@ def loader_rate(torch: Any) -> float:
 
 def read_limits() -> dict[str, float | None]:
     """What bounds this process, None where nothing does."""
-    limits: dict[str, float | None] = {
-        "cpu_cores": cpu_limit(Path("/proc/self/cgroup").read_text())
-    }
+    limits: Facts = {"cpu_cores": cpu_limit(Path("/proc/self/cgroup").read_text())}
     for name in ("NOFILE", "MEMLOCK", "NPROC", "STACK"):
         soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
         limits[f"ulimit_{name.lower()}"] = None if soft == resource.RLIM_INFINITY else soft
@@ -147,10 +145,8 @@ _GPU_LIMITS = {
     "gpu_clock_mhz": "clocks.max.sm",
     "gpu_power_limit_watts": "power.limit",
 }
-_GPU_FAULTS = {
-    "gpu_rows_failed": "remapped_rows.failure",
-    "gpu_rows_pending": "remapped_rows.pending",
-}
+_GPU_FAULTS = {"gpu_rows_failed": "remapped_rows.failure",
+               "gpu_rows_pending": "remapped_rows.pending"}  # fmt: skip
 _GPU_RECOVERY = {"gpu_recovery_needed": "gpu_recovery_action"}
 _WORDS = {"yes": 1.0, "no": 0.0, "none": 0.0, "reset": 1.0, "reboot": 1.0, "drain p2p": 1.0,
           "drain and reset": 1.0}  # fmt: skip

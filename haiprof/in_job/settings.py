@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import CodeType, FrameType
 from typing import Any
@@ -89,26 +90,20 @@ class Settings:
                 problems.append(mask_text(f"{name}: {type(error).__name__}: {error}")[:200])
                 return None
 
+        models = list(self.models())[:_OBJECT_LIMIT]
+        optimizers = list(self.optimizers())[:_OBJECT_LIMIT]
         parts = {
             "flags": {name: read(name, flag) for name, flag in _FLAGS.items()},
             "gc": read("gc", _collector),
             "cores": read("cores", lambda: len(os.sched_getaffinity(os.getpid()))),
             "cpu_limit_cores": read("cpu_limit_cores", cpu_limit_cores),
             "memory_limit_bytes": read("memory_limit_bytes", memory_limit_bytes),
-            "models": [
-                read("model", lambda m=model: model_settings(m))  # type: ignore[misc]
-                for model in list(self.models())[:_OBJECT_LIMIT]
-            ],
-            "optimizers": [
-                read("optimizer", lambda o=optimizer: optimizer_settings(o))  # type: ignore[misc]
-                for optimizer in list(self.optimizers())[:_OBJECT_LIMIT]
-            ],
+            "models": [read("model", partial(model_settings, each)) for each in models],
+            "optimizers": [read("optimizer", partial(optimizer_settings, o)) for o in optimizers],
         }
         parts["flags"]["profiler"] = self._profiles()
-        cost_ns = _now() - began
-        return {
-            "type": SETTINGS, "time_ns": began, "cost_ns": cost_ns, **parts, "problems": problems
-        }  # fmt: skip
+        head = {"type": SETTINGS, "time_ns": began, "cost_ns": _now() - began}
+        return {**head, **parts, "problems": problems}
 
     def look(self) -> None:
         """Counts what is on now: some microseconds, of flags that all threads share."""
@@ -195,11 +190,8 @@ def _cpu_half() -> str | None:
 
 
 def _collector() -> Mapping[str, Any]:
-    return {
-        "enabled": gc.isenabled(),
-        "thresholds": list(gc.get_threshold()),
-        "frozen_count": gc.get_freeze_count(),
-    }
+    counts = {"thresholds": list(gc.get_threshold()), "frozen_count": gc.get_freeze_count()}
+    return {"enabled": gc.isenabled(), **counts}
 
 
 _CPU_BYTES = 8192

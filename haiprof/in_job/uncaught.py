@@ -156,13 +156,9 @@ class Uncaught:
             errors = {} if error is None else {"errors": [*_describe_chain(error)]}
             noted = [*self._noted, {**entry, **errors}]
             worker = sys.modules.get("torch.utils.data._utils.worker")
-            content = {
-                **process_details(),
-                "rank": named_rank(),
-                "loader_worker": getattr(worker, "_worker_info", None) is not None,
-                **self._describe(),
-                "ended": noted,
-            }
+            is_worker = getattr(worker, "_worker_info", None) is not None
+            own = {**process_details(), "rank": named_rank(), "loader_worker": is_worker}
+            content = {**own, **self._describe(), "ended": noted}
             path = self._run.uncaught_file(socket.gethostname(), os.getpid())
             make_folder(path.parent, below=self._run.root)
             write_file(path, json.dumps(content).encode(), below=self._run.root)

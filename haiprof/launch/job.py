@@ -390,12 +390,11 @@ class Job:
     def _outcome(self, outcome: Outcome | None) -> Manifest:
         """The manifest with how the job ended, and who reported in."""
         ended = replace(
-            self.manifest,
-            end_wall_ns=time.time_ns(),
-            exit_status=None if outcome is None or outcome.signal is not None else outcome.status,
+            self.manifest, end_wall_ns=time.time_ns(),
             signal=None if outcome is None else outcome.signal_name,
+            exit_status=None if outcome is None or outcome.signal is not None else outcome.status,
             hook_failures=read_failures(self.run.boot_failures),
-        )
+        )  # fmt: skip
         agent = self._agent
         if agent is None:
             return ended

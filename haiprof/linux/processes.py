@@ -54,12 +54,8 @@ class WatchedProcess:
             if code is not None:
                 # From a wait status, as waitpid(2) has it.
                 number = code & 0x7F
-                return ProcessExit(
-                    status=None if number else code >> 8 & 0xFF,
-                    signal=number or None,
-                    core=bool(number and code & 0x80),
-                    source=source,
-                )
+                status, core = None if number else code >> 8 & 0xFF, bool(number and code & 0x80)
+                return ProcessExit(status=status, signal=number or None, core=core, source=source)
         return ProcessExit(status=None, signal=None, core=False, source="gone")
 
     def close(self) -> None:

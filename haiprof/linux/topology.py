@@ -46,12 +46,11 @@ def read_cpu(root: Path) -> Cpu:
     for line in text.partition("\n\n")[0].splitlines():
         name, _, value = line.partition(":")
         fields[name.strip()] = value.strip()
-    return Cpu(
-        vendor=fields.get("vendor_id") or fields.get("CPU implementer", ""),
-        family=_number(fields.get("cpu family", "")),
-        model=_number(fields.get("model") or fields.get("CPU part", "")),
-        virtual="hypervisor" in fields.get("flags", "").split(),
-    )
+    vendor = fields.get("vendor_id") or fields.get("CPU implementer", "")
+    numbers = fields.get("cpu family", ""), fields.get("model") or fields.get("CPU part", "")
+    family, model = map(_number, numbers)
+    virtual = "hypervisor" in fields.get("flags", "").split()
+    return Cpu(vendor=vendor, family=family, model=model, virtual=virtual)
 
 
 def no_core_pmu(root: Path, cpu: Cpu) -> str:

@@ -302,12 +302,8 @@ _UJ = 1e-6
 def energy_reading(root: Path) -> Reading:
     """Joules of all CPU packages, and of their memory where RAPL counts it."""
     folder = root / "sys" / "class" / "powercap"
-    return Reading(
-        columns=ENERGY_COLUMNS,
-        origin=str(folder / "*" / "energy_uj"),
-        read=_Energy(folder),
-        remedy=_REMEDY,
-    )
+    origin = str(folder / "*" / "energy_uj")
+    return Reading(columns=ENERGY_COLUMNS, origin=origin, read=_Energy(folder), remedy=_REMEDY)
 
 
 class _Energy:

@@ -178,14 +178,12 @@ def find_pmus(root: Path, pattern: str) -> list[Pmu]:
         return []
     return [
         Pmu(
-            name=name,
-            type=int((folder / name / "type").read_text()),
+            name=name, type=int((folder / name / "type").read_text()),
             cpus=tuple(parse_cpu_list((folder / name / "cpumask").read_text())),
-            formats=_texts(folder / name / "format"),
-            events=_texts(folder / name / "events"),
+            formats=_texts(folder / name / "format"), events=_texts(folder / name / "events"),
         )
         for name in names
-    ]
+    ]  # fmt: skip
 
 
 def unit_events(metric: Metric, pmu: Pmu) -> Iterable[tuple[Event, Fraction]]:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -223,11 +224,9 @@ def call_reading(device: Device, call: Call) -> Reading:
     """A call as a reading."""
     names = call.functions.split()
     function = next((name for name in names[:-1] if _is_known(device, name, call)), names[-1])
-    return Reading(
-        columns=tuple(call.columns.split()),
-        origin=function,
-        read=lambda: call.values(device.call(function, *call.arguments)),
-    )
+    columns = tuple(call.columns.split())
+    read = partial(device.call, function, *call.arguments)
+    return Reading(columns=columns, origin=function, read=lambda: call.values(read()))
 
 
 class NvmlSampler(TableSampler):
@@ -367,13 +366,10 @@ PCIE_FIELDS = (
     Field(column="pcie_receive_bytes", id=198, wide=True, above=1 << 32),
 )
 
+_HEALTH_IDS = (3, 4, 5, 6, 142, 143, 144, 145, 29, 30, 31, 94, 173, 179, 180)
+_HEALTH_NAMES = GPU_HEALTH.names("ecc_volatile_corrected_count", "pcie_fatal_count")
 HEALTH_FIELDS = tuple(
-    Field(column=column, id=number)
-    for column, number in zip(
-        GPU_HEALTH.names("ecc_volatile_corrected_count", "pcie_fatal_count"),
-        (3, 4, 5, 6, 142, 143, 144, 145, 29, 30, 31, 94, 173, 179, 180),
-        strict=True,
-    )
+    Field(column=name, id=number) for name, number in zip(_HEALTH_NAMES, _HEALTH_IDS, strict=True)
 )
 
 
@@ -435,11 +431,8 @@ def field_readings(device: Device, fields: Iterable[Field]) -> Iterator[Reading]
         else:
             asked.append(field)
     if asked:
-        yield Reading(
-            columns=tuple(field.column for field in asked),
-            origin=_READ,
-            read=FieldReader(device, asked).read,
-        )
+        columns = tuple(field.column for field in asked)
+        yield Reading(columns=columns, origin=_READ, read=FieldReader(device, asked).read)
 
 
 def is_denied(device: Device, fields: Sequence[Field]) -> bool:

@@ -284,11 +284,9 @@ def _ptrace(root: Path, caps: _Capabilities) -> Permission:
     )
     if scope is None:
         return replace(found, reason="the kernel has no Yama: same user suffices")
-    reasons = {
-        1: "only descendants may be attached to",
-        2: "only processes with CAP_SYS_PTRACE may attach",
-        3: "no process may attach until the next boot",
-    }
+    reasons = {1: "only descendants may be attached to",
+               2: "only processes with CAP_SYS_PTRACE may attach",
+               3: "no process may attach until the next boot"}  # fmt: skip
     is_free = scope == 0 or (scope < 3 and caps.has("SYS_PTRACE"))
     return found if is_free else replace(
         found, status="denied", reason=reasons.get(scope, f"unknown scope {scope}"),

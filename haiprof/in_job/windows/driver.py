@@ -101,11 +101,9 @@ class Tracer:
         self.active = True
         self._late = late
         self._recorder.installed = replace(
-            self._recorder.installed,
-            must_stay=lambda: self.active,
-            end_window=self.finish,
+            self._recorder.installed, must_stay=lambda: self.active, end_window=self.finish,
             leaves_by_itself=self._puts_off,
-        )
+        )  # fmt: skip
         self._state.watch = self
         self._state.slow = True
 

@@ -51,8 +51,7 @@ class Snapshot(NamedTuple):
 class StepCounter:
     """Follows the spans of the training thread as they begin and end.
 
-    The rules are those of `run_analysis.steps`; what those know of the whole run is known
-    here of
+    The rules are those of `run_analysis.steps`; what those know of the whole run is known here of
     the past alone. With a loader a step begins with the first fetch after an optimizer step, else
     behind the optimizer that ended the step before. A fetch for an evaluation begins no step: its
     loader has served no training, and the model has left the mode in which it trains.
@@ -119,12 +118,8 @@ class StepCounter:
             self._inner_work, self._inner_tag, self._optimizer_tag, cycles.shape(),
         )  # fmt: skip
         by_optimizer = self._by_backward is None and cycles.pattern is not None
-        return Snapshot(
-            steps=cycles.count,
-            numbers=cycles.numbers,
-            shape=shape,
-            is_steady=by_optimizer and not self.stack and cycles.is_steady,
-        )
+        is_steady = by_optimizer and not self.stack and cycles.is_steady
+        return Snapshot(cycles.count, cycles.numbers, shape, is_steady)
 
     def advance(self, gain: tuple[int, ...], steps: int) -> None:
         """So many steps were like the last ones, each of which made the numbers grow by so much."""

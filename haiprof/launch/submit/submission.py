@@ -298,12 +298,9 @@ def _parameters(spec: JobSpec, folder: Path) -> dict[str, Any]:
     own = {"job-name", "nodes", "ntasks-per-node", "open-mode"}
     options = {k: v or True for k, v in sbatch_options(spec).items() if k not in own}
     return {
-        "job_name": spec.name,
-        "nodes": spec.nodes,
-        "ntasks_per_node": 1,
+        "job_name": spec.name, "nodes": spec.nodes, "ntasks_per_node": 1,
         "time": None if limit_s is None else max(1, limit_s // 60),
-        "wckey": None,
-        "stderr_to_stdout": True,
+        "wckey": None, "stderr_to_stdout": True,
         "setup": [f"export {ENV_RENDEZVOUS}={ENDPOINT}"],
         "srun_args": [*srun_options(spec), "--output", str(folder / "%j.log"),
                       "--open-mode=append"],
