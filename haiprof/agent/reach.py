@@ -389,8 +389,7 @@ class Controller(LoopThread):
         self._budget = Budget(CONNECTIONS_PER_S)
         self._replies: deque[bytes] = deque()
         # Each is changed by one thread: what came in by the loop's, what was taken by the other.
-        self._received_bytes = 0
-        self._taken_bytes = 0
+        self._received_bytes = self._taken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
 

@@ -49,8 +49,7 @@ class _Interval:
         self.marks = marks
         self.follows = bool(marks)  # on the interval before
         self.closed = False
-        self.end_ns = 0
-        self.missing = 0
+        self.end_ns = self.missing = 0
         self.spans: list[tuple[int, int, int]] = []  # slot, marks of its start and its end
 
 

@@ -47,11 +47,9 @@ class RankFiles:
         self.note(environment_line())
         self._torch_counters: TorchCounters | None = TorchCounters()
         self._lost_counts: dict[str, int] = {}
-        self.event_count = 0
-        self.drain_cpu_ns = 0
+        self.event_count = self.drain_cpu_ns = 0
         self.sampling_cpu_ns = self.sampling_held_ns = 0
-        self.event_ns = 0.0
-        self.module_call_ns = 0.0
+        self.event_ns = self.module_call_ns = 0.0
 
     def write(self, spans: array[int], device_records: list[bytes]) -> None:
         """Appends whole records."""

@@ -194,8 +194,7 @@ class StackTree:
         self._stacks: dict[tuple[int, int], int] = {}
         self._new_frames: list[tuple[Any, ...]] = []
         self._new_stacks: list[tuple[int, int]] = []
-        self._taken_frames = 0
-        self._taken_stacks = 0
+        self._taken_frames = self._taken_stacks = 0
 
     def find(self, stack: Sequence[Place]) -> int:
         """The number of a stack, given from its innermost frame on."""

@@ -99,8 +99,7 @@ class Recorder:
         self.lines: list[dict[str, Any]] = []
         self.device_records: list[bytes] = []
         self.phases: dict[str, str] = {}
-        self.armed = False
-        self.closed = False
+        self.armed = self.closed = False
         self.installed = Installed()
         """The wrappers and trace windows, replaced as a whole when one is added."""
         self.step_ns = 0

@@ -42,8 +42,7 @@ class RecordingWindow:
         self.started_ns: int | None = None
         self.ended_ns: int | None = None
         self.steps_before = 0
-        self._untrained = False
-        self._marked = False
+        self._untrained = self._marked = False
 
     def fresh(self) -> RecordingWindow:
         """The same window, not begun: for a forked child."""

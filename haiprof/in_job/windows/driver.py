@@ -52,9 +52,7 @@ class Tracer:
         self._state = state
         self._guard = guards.Guard(self._make_way)
         self.active = False  # whether a window is still to come or runs
-        self._yield_asked = False
-        self._end_asked = False
-        self._late = False
+        self._yield_asked = self._end_asked = self._late = False
         self._meeting: Meeting | None = None
         self._repeated_last = False
         self._phases: PhaseTimes | None = None

@@ -59,9 +59,7 @@ class Session:
         from torch.profiler import profiler as kineto
 
         self.what = what
-        self.setup_ns = 0
-        self.start_ns = 0
-        self.stop_ns = 0
+        self.setup_ns = self.start_ns = self.stop_ns = 0
         self._guard = guard
         self._mark: Any = None
         self._started = False

@@ -146,8 +146,7 @@ class Recording:
         self.session.prepare()
         self.clock = self.files.clock
         self.end_ns = 0
-        self.started = False
-        self.stopped = False
+        self.started = self.stopped = False
         self.marked: int | None = None
         self.phases = PhaseTimes()
         self._lines = ForwardLines()

@@ -69,12 +69,9 @@ class StepCounter:
         self._inner_work = False
         self._inner_tag: int | None = None
         self._optimizer_tag = 0
-        self._held_steps = False
-        self._open = False
-        self._fetched = False
+        self._held_steps = self._open = self._fetched = False
         self._since_fetch = 0
-        self._exhausted = False
-        self._closed = False
+        self._exhausted = self._closed = False
         self._dataset = 0
         self._training_datasets: set[int] = set()
         self._module: Any = None

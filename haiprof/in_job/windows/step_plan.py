@@ -261,9 +261,7 @@ class RollingSchedule:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._series = -1
-        self._count = 0
-        self._place = 0
-        self._begin = 0
+        self._count = self._place = self._begin = 0
         self._period = 1
         self.length = 1  # steps in a window of this series
         self.window_count = 0  # windows that the ranks have kept: the number of the next one
