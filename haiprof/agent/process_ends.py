@@ -186,8 +186,8 @@ class _Source:
 class JobOutput:
     """Reads the files that the processes of a node print into, in a thread of its own."""
 
-    def __init__(self, events: Path, proc: Path, rank_of: Callable[[int], int | None]) -> None:
-        self._events, self._proc, self._rank_of = events, proc, rank_of
+    def __init__(self, events: Path, rank_of: Callable[[int], int | None]) -> None:
+        self._events, self._rank_of = events, rank_of
         self._files: dict[int, dict[int, OutputFile]] = {}
         self._sources: dict[tuple[int, int], _Source] = {}
         self._stop = threading.Event()
@@ -206,7 +206,7 @@ class JobOutput:
         """Notes the files that a process prints into: a shell may have put them there later."""
         known = self._files.setdefault(pid, {})
         for stream in (STDOUT, STDERR):
-            if stream not in known and (found := _open_file(pid, stream, self._proc)):
+            if stream not in known and (found := _open_file(pid, stream)):
                 known[stream] = found
                 number = len(self._sources)
                 if number < MOST_FILES:
@@ -286,12 +286,11 @@ class JobOutput:
         note_line(self._events, {"wall_ns": time.time_ns(), **line})
 
 
-def _open_file(pid: int, stream: int, proc: Path) -> OutputFile | None:
+def _open_file(pid: int, stream: int) -> OutputFile | None:
     """Of a process; None where it is no file (a terminal, a pipe), or cannot be seen."""
-    link = proc / str(pid) / "fd" / str(stream)
+    link = f"/proc/{pid}/fd/{stream}"
     try:
-        found = link.stat()
-        path = os.readlink(link)
+        found, path = os.stat(link), os.readlink(link)
     except OSError:
         return None
     is_file = stat.S_ISREG(found.st_mode)
@@ -330,20 +329,19 @@ class ProcessEnds:
     """Watches the processes of the job on this node."""
 
     def __init__(
-        self, run: RunPaths, host: str, job_pid: int, *, root: Path = Path("/"),
+        self, run: RunPaths, host: str, job_pid: int, *,
         on_end: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:  # fmt: skip
         self._on_end = on_end
         self._events = run.node(host).events
-        self._job_pid, self._root = job_pid, root
-        self._tree = ProcessTree(root)
+        self._job_pid, self._tree = job_pid, ProcessTree()
         self._scan_at, self._scan_gap_s = 0.0, FIRST_SCAN_S
         self._watched: dict[int, WatchedProcess] = {}
         self._seen: set[int] = set()
         self._labels: dict[int, int] = {}
         self._reported: dict[int, tuple[int, int]] = {}
         self._cgroups: dict[int, cgroups.Cgroup] = {}
-        self._output = JobOutput(self._events, root / "proc", self._rank_of)
+        self._output = JobOutput(self._events, self._rank_of)
         self._address_limits: dict[int, int | None] = {}
         """Bytes of address space that a process may have (`ulimit -v`), by process id; None where
         there is no limit, also where an earlier process of that id had one."""
@@ -399,15 +397,15 @@ class ProcessEnds:
             return
         self._seen.add(pid)
         try:
-            process = WatchedProcess(pid, root=self._root)
+            process = WatchedProcess(pid)
         except OSError:
             return
-        label = find_number(environment(pid, proc=self._root / "proc"), RANK_VARIABLES)
+        label = find_number(environment(pid), RANK_VARIABLES)
         if label is not None:
             self._labels[pid] = label
         self._output.find(pid)
         self._find_address_limit(pid)
-        cgroup = cgroups.memory_cgroup(pid, root=self._root)
+        cgroup = cgroups.memory_cgroup(pid)
         if cgroup is not None:
             self._cgroups[pid] = cgroup
             self._kills.setdefault(cgroup.folder, cgroups.oom_kill_count(cgroup) or 0)

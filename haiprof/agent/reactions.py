@@ -71,8 +71,12 @@ class Reactor:
 
     def tick(self, node: Node) -> None:
         """Looks every two seconds."""
-        self._collect()
-        now = time.monotonic()
+        now, action = time.monotonic(), self._action
+        if action is not None and action.process.poll() is not None:
+            self._action = None
+            self._finish(action)
+        elif action is not None and now > action.deadline_s:
+            action.process.kill()  # it is collected at the next tick
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
@@ -155,16 +159,6 @@ class Reactor:
                     continue
                 return fd, path
         return None
-
-    def _collect(self) -> None:
-        action = self._action
-        if action is None:
-            return
-        if action.process.poll() is not None:
-            self._action = None
-            self._finish(action)
-        elif time.monotonic() > action.deadline_s:
-            action.process.kill()  # it is collected at the next tick
 
     def _finish(self, action: _Action) -> None:
         found = _read_result(action.result)

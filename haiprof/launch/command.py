@@ -137,10 +137,8 @@ class _OptionParser:
                     f"for haiprof, haiprof -- {own} if it is for the script"
                 )
             if text is None:
-                self.warnings.append(
-                    f"haiprof took {words}, and {script} does not get it; haiprof -- {own} passes "
-                    "it on"
-                )
+                gone = f"haiprof took {words}, and {script} does not get it"
+                self.warnings.append(f"{gone}; haiprof -- {own} passes it on")
             return True
         if spec.name not in _FORMERLY_AFTER or text is None or _defines(text, spec.name):
             return False
@@ -235,9 +233,11 @@ def _defines(text: str, name: str) -> bool:
 
 def _executable(program: list[str]) -> list[str]:
     """A Python file or module is run with Python, everything else as it is."""
-    if program[0] == "-m" or program[0].endswith(".py"):
-        return [_python(), *program]
-    return [find_program(program[0]), *program[1:]]
+    # By this interpreter if it has torch; else by the one that `python` means here.
+    if program[0] != "-m" and not program[0].endswith(".py"):
+        return [find_program(program[0]), *program[1:]]
+    here = importlib.util.find_spec("torch") and sys.executable
+    return [here or shutil.which("python") or shutil.which("python3") or sys.executable, *program]
 
 
 def find_program(name: str) -> str:
@@ -264,13 +264,6 @@ def nearest_file(missing: str, ending: str = "") -> str | None:
     stem = os.path.splitext(name)[0]
     near = difflib.get_close_matches(stem, by_stem, n=1, cutoff=_NEAR)
     return os.path.join(folder, by_stem[near[0]]) if near else None
-
-
-def _python() -> str:
-    """This interpreter if it has torch; else the one that `python` means here."""
-    if importlib.util.find_spec("torch") is not None:
-        return sys.executable
-    return shutil.which("python") or shutil.which("python3") or sys.executable
 
 
 def _job_name(words: list[str]) -> str:

@@ -292,14 +292,14 @@ class OomKill:
     in_cgroup: bool  # whether a control group's limit was reached, and not the machine's memory
 
 
-def memory_cgroup(pid: int, *, root: Path = Path("/")) -> Cgroup | None:
+def memory_cgroup(pid: int) -> Cgroup | None:
     """The control group that a process's memory is counted in; None where that is not visible."""
     try:
-        memberships = (root / f"proc/{pid}/cgroup").read_text(errors="replace")
-        mountinfo = (root / "proc/self/mountinfo").read_text(errors="replace")
+        files = Path(f"/proc/{pid}/cgroup"), Path("/proc/self/mountinfo")
+        memberships, mountinfo = (path.read_text(errors="replace") for path in files)
     except OSError:
         return None
-    found = find_cgroup("memory", memberships, mountinfo, root)
+    found = find_cgroup("memory", memberships, mountinfo, Path("/"))
     return found if isinstance(found, Cgroup) else None
 
 

@@ -20,6 +20,7 @@ _INFO_BYTES = 64
 _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 _ASK_EXIT = 1 << 3  # PIDFD_INFO_EXIT, from Linux 6.15 on: after the parent has taken the status
 _EXIT_CODE = struct.Struct("<60xi")
+_ROOT = Path("/")
 _STATE, _ZOMBIE_CODE = 0, 49  # fields of /proc/PID/stat from the third on
 
 
@@ -37,12 +38,10 @@ class ProcessExit:
 class WatchedProcess:
     """One process, told from others that get its number later."""
 
-    def __init__(self, pid: int, *, root: Path = Path("/")) -> None:
-        self.pid = pid
-        self._root = root
-        self.fd = os.pidfd_open(pid)
-        self.start_ticks = procfs.read_start_ticks(root, pid)
-        self.parent = procfs.read_parent(root, pid)
+    def __init__(self, pid: int) -> None:
+        self.pid, self.fd = pid, os.pidfd_open(pid)
+        self.start_ticks = procfs.read_start_ticks(_ROOT, pid)
+        self.parent = procfs.read_parent(_ROOT, pid)
 
     def read_exit(self) -> ProcessExit:
         """How it ended, once its descriptor is readable."""
@@ -66,20 +65,18 @@ class WatchedProcess:
         """The wait status; None before Linux 6.15."""
         buffer = bytearray(_INFO_BYTES)
         struct.pack_into("<Q", buffer, 0, _ASK_EXIT)
-        try:
+        with contextlib.suppress(OSError):
             fcntl.ioctl(self.fd, _GET_INFO, buffer)
-        except OSError:
-            return None
-        if not struct.unpack_from("<Q", buffer)[0] & _ASK_EXIT:
-            return None
-        return int(_EXIT_CODE.unpack(buffer)[0])
+            if struct.unpack_from("<Q", buffer)[0] & _ASK_EXIT:
+                return int(_EXIT_CODE.unpack(buffer)[0])
+        return None
 
     def _from_zombie(self) -> int | None:
         """The wait status, as long as its parent has not asked for it."""
-        if os.geteuid() not in (0, procfs.user_id(self.pid, proc=self._root / "proc")):
+        if os.geteuid() not in (0, procfs.user_id(self.pid)):
             return None  # the kernel shows that of others as 0
         with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = stat_fields(f"{self._root}/proc/{self.pid}")
+            fields = stat_fields(f"/proc/{self.pid}")
             if fields[_STATE] in b"ZX" and int(fields[19]) == self.start_ticks:
                 return int(fields[_ZOMBIE_CODE])
         return None

@@ -299,15 +299,8 @@ _REMEDY = "root may read it, or: chmod a+r /sys/class/powercap/*/energy_uj"
 _UJ = 1e-6
 
 
-def energy_reading(root: Path) -> Reading:
-    """Joules of all CPU packages, and of their memory where RAPL counts it."""
-    folder = root / "sys" / "class" / "powercap"
-    origin = str(folder / "*" / "energy_uj")
-    return Reading(columns=ENERGY_COLUMNS, origin=origin, read=_Energy(folder), remedy=_REMEDY)
-
-
 class _Energy:
-    """Sums that go on where a zone's counter wraps, as it does each hour or so under load.
+    """Joules of CPU packages and memory: sums that go on where a zone's counter wraps.
 
     Source: Linux Documentation/power/powercap/powercap.rst. Zones of a package have the name
     `package-N`, its memory's `dram`; `psys` and `core` are in others or beside them. Two drivers
@@ -362,7 +355,7 @@ class HostSampler(TableSampler):
 
     def find(self) -> tuple[Entity]:
         """The node."""
-        proc = self.root / "proc"
+        proc, powercap = self.root / "proc", self.root / "sys/class/powercap"
         files: Sequence[tuple[str, Sequence[str], Callable[[bytes], Sequence[Value]], str]] = (
             ("stat", CPU_COLUMNS, CpuTimes(), _OLD_KERNEL),
             ("meminfo", memory.MEMORY_COLUMNS, memory.parse_memory_sizes(), "no such line in it"),
@@ -381,7 +374,8 @@ class HostSampler(TableSampler):
               for name, columns, parse, lacking in files),
             *(memory.pressure_reading(proc / "pressure" / what, what, lacking=_NO_PSI, full=full)
               for what, full in pressures),
-            energy_reading(self.root),
+            Reading(columns=ENERGY_COLUMNS, origin=f"{powercap}/*/energy_uj", remedy=_REMEDY,
+                    read=_Energy(powercap)),
         )),)  # fmt: skip
 
 

@@ -59,14 +59,13 @@ class Session:
         from torch.profiler import profiler as kineto
 
         self.what = what
-        self.setup_ns = self.start_ns = self.stop_ns = 0
+        self.start_ns = self.stop_ns = 0
         self._guard = guard
         self._mark: Any = None
         self._started = False
         began = _now()
-        self._cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._cuda:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler: Any = kineto._KinetoProfile(
             activities=activities, record_shapes=what.shapes, profile_memory=what.memory,
@@ -77,14 +76,9 @@ class Session:
         if execution_trace is not None:
             self._observer = kineto.ExecutionTraceObserver()
             self._observer.register_callback(str(execution_trace))
-        self.setup_ns = _now() - began
-
-    def prepare(self) -> None:
-        """Warms Kineto and CUPTI up; nothing is recorded yet."""
-        began = _now()
-        with self._guard.ours(), quiet():
+        with guard.ours(), quiet():  # warms Kineto and CUPTI up; nothing is recorded yet
             self._profiler.prepare_trace()
-        self.setup_ns += _now() - began
+        self.setup_ns = _now() - began
 
     def start(self) -> None:
         """Begins to record."""

@@ -143,7 +143,6 @@ class Recording:
         self.with_et = context.execution_trace and not rehearses
         path = self.files.et_draft if self.with_et else None
         self.session = Session(what, context.guard, path)
-        self.session.prepare()
         self.clock = self.files.clock
         self.end_ns = 0
         self.started = self.stopped = False

@@ -259,7 +259,9 @@ class StepCounter:
         cycles = self._by_backward
         if cycles is None or not cycles.total:
             return self._by_optimizer
-        enough = SURE_BACKWARDS_COMPILED if _something_compiled() else SURE_BACKWARDS
+        utils = sys.modules.get("torch._dynamo.utils")
+        is_compiled = utils is not None and utils.counters["frames"]["ok"] > 0
+        enough = SURE_BACKWARDS_COMPILED if is_compiled else SURE_BACKWARDS
         sure = self._sure or self._held_steps or cycles.total >= enough
         return cycles if sure else self._by_optimizer
 
@@ -271,8 +273,3 @@ def batch_count(iterator: Any) -> int | None:
     except Exception:  # no loader, one of its own kind, or one without a length
         return None
     return count
-
-
-def _something_compiled() -> bool:
-    utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and utils.counters["frames"]["ok"] > 0

@@ -204,7 +204,12 @@ class Plan:
         """The same at the begin of a step, where the first window may become known."""
         trained_ns = times.counter.trained_ns
         if not self.over and self._wanted is None and trained_ns is not None:
-            self._find_first(number, trained_ns, times)
+            due_ns = trained_ns + self._warmup_ns
+            first = self._agree("first", number, due_ns, times, least=LEAD_STEPS)
+            if first is not None and self._time_ns:
+                self._want(first, None, until_ns=due_ns + self._time_ns)
+            elif first is not None:
+                self._want(first, first + self._count)
         return self.upcoming
 
     def ends_at(self, number: int, times: StepTimes) -> int | None:
@@ -227,14 +232,6 @@ class Plan:
         length = self._count if wanted.after_last is None else wanted.after_last - wanted.first
         first = wanted.first + (self._every or SPACING * length)
         self._want(first, first + length)
-
-    def _find_first(self, number: int, trained_ns: int, times: StepTimes) -> None:
-        due_ns = trained_ns + self._warmup_ns
-        first = self._agree("first", number, due_ns, times, least=LEAD_STEPS)
-        if first is not None and self._time_ns:
-            self._want(first, None, until_ns=trained_ns + self._warmup_ns + self._time_ns)
-        elif first is not None:
-            self._want(first, first + self._count)
 
     def _agree(
         self, name: str, number: int, due_ns: int, times: StepTimes, *, least: int
