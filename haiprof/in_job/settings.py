@@ -217,12 +217,9 @@ _FLAGS: Mapping[str, Callable[[], Any]] = {
     "tracemalloc": lambda: bool((_value("tracemalloc", "is_tracing") or bool)()),
     "developer_mode": lambda: sys.flags.dev_mode,
     "backend": lambda: str(_flag("distributed.get_backend")()) if has_process_group() else None,
-    "distributed_debug": lambda: (
-        getattr(_flag("distributed.get_debug_level")(), "name", None)
-        if has_process_group()
-        else None
-    ),
-}
+    "distributed_debug": lambda: getattr(_flag("distributed.get_debug_level")(), "name", None)
+    if has_process_group() else None,
+}  # fmt: skip
 """Every switch but `profiler`, by its name in `run_format.setting_lines.FLAGS`."""
 
 

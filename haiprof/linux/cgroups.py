@@ -189,17 +189,13 @@ def _memory_v2(cgroup: Cgroup) -> tuple[Reading, ...]:
     def of(name: str, columns: Sequence[str], parse: _Parse, lacking: str) -> Reading:
         return file_reading(folder / name, columns, parse, lacking=lacking)
 
+    hits = CGROUP.names("memory_limit_hit_count", "memory_oom_count")
     return (
         of("memory.current", ("memory_used_bytes",), _number, _MEMORY_MISSING),
         of("memory.peak", ("memory_peak_bytes",), _number, f"before Linux 5.19; {_MEMORY_MISSING}"),
         of("memory.stat", _STAT_V1[:2], NamedNumbers(("anon ", "file ")), _MEMORY_MISSING),
         of("memory.swap.current", _STAT_V1[2:], _number, "no swap accounting in this cgroup"),
-        of(
-            "memory.events",
-            CGROUP.names("memory_limit_hit_count", "memory_oom_count"),
-            NamedNumbers(("max ", "oom_kill ")),
-            _MEMORY_MISSING,
-        ),
+        of("memory.events", hits, NamedNumbers(("max ", "oom_kill ")), _MEMORY_MISSING),
         limit_reading(MEMORY_LIMIT, "memory_limit_bytes", "memory.max", cgroup),
     )
 
@@ -214,9 +210,7 @@ def _memory_v1(cgroup: Cgroup) -> tuple[Reading, ...]:
         of("memory.usage_in_bytes", ("memory_used_bytes",), _number),
         of("memory.max_usage_in_bytes", ("memory_peak_bytes",), _number),
         of("memory.stat", _STAT_V1, stat),
-        Reading(
-            columns=("memory_limit_bytes",), origin=str(folder / "memory.stat"), read=stat.limit
-        ),
+        Reading(columns=("memory_limit_bytes",), origin=f"{folder}/memory.stat", read=stat.limit),
         of("memory.failcnt", ("memory_limit_hit_count",), _number),
         of("memory.oom_control", ("memory_oom_count",), NamedNumbers(("oom_kill ",))),
     )

@@ -49,62 +49,44 @@ def hardware(*names: str) -> tuple[Source, ...]:
 # bnxt_re, irdma, mana_ib, efa and rxe, each only where it counts the same thing.
 # Source: kernel drivers/infiniband/{core/sysfs.c,hw/*/{counters,hw_counters,verbs}.c,sw/rxe}.
 TRAFFIC: Mapping[str, tuple[Source, ...]] = {
-    "transmit_bytes": (
-        Source("counters_ext/port_xmit_data_64", 4),
-        counter("port_xmit_data", 4),
-        *hardware("tx_bytes"),
-    ),
-    "receive_bytes": (
-        Source("counters_ext/port_rcv_data_64", 4),
-        counter("port_rcv_data", 4),
-        *hardware("rx_bytes"),
-    ),
+    "transmit_bytes": (Source("counters_ext/port_xmit_data_64", 4), counter("port_xmit_data", 4),
+                       *hardware("tx_bytes")),
+    "receive_bytes": (Source("counters_ext/port_rcv_data_64", 4), counter("port_rcv_data", 4),
+                      *hardware("rx_bytes")),
     "transmit_wait_count": (counter("port_xmit_wait"),),
-    "ecn_marked_count": hardware(
-        "np_ecn_marked_roce_packets", "rx_ecn_marked_pkts", "RxECNMrkd", "received_ecns"
-    ),
+    "ecn_marked_count": hardware("np_ecn_marked_roce_packets", "rx_ecn_marked_pkts", "RxECNMrkd",
+                                 "received_ecns"),
     "cnp_sent_count": hardware("np_cnp_sent", "tx_cnp_pkts", "cnpSent", "sent_cnps"),
     "cnp_handled_count": hardware("rp_cnp_handled", "rx_cnp_pkts", "cnpHandled", "received_cnps"),
     "cnp_ignored_count": hardware("rp_cnp_ignored", "cnpIgnored"),
-    "out_of_sequence_count": hardware(
-        "out_of_sequence", "oos_drop_count", "responder_oos", "out_of_seq_request"
-    ),
-    "packet_sequence_error_count": hardware(
-        "packet_seq_err", "seq_err_naks_rcvd", "requester_oos_nak", "rcvd_seq_err"
-    ),
+    "out_of_sequence_count": hardware("out_of_sequence", "oos_drop_count", "responder_oos",
+                                      "out_of_seq_request"),
+    "packet_sequence_error_count": hardware("packet_seq_err", "seq_err_naks_rcvd",
+                                            "requester_oos_nak", "rcvd_seq_err"),
     "ack_timeout_count": hardware("local_ack_timeout_err", "to_retransmits", "requester_timeout"),
-    "rnr_nak_count": hardware(
-        "rnr_nak_retry_err", "rnr_naks_rcvd", "requester_rnr_nak", "rcvd_rnr_err"
-    ),
+    "rnr_nak_count": hardware("rnr_nak_retry_err", "rnr_naks_rcvd", "requester_rnr_nak",
+                              "rcvd_rnr_err"),
     "implied_nak_count": hardware("implied_nak_seq_err", "missing_resp", "requester_implicit_nak"),
     "out_of_buffer_count": hardware("out_of_buffer", "rx_out_of_buffer"),
     "duplicate_request_count": hardware("duplicate_request", "dup_req", "responder_dup_request"),
     "adaptive_retransmission_count": hardware("roce_adp_retrans"),
     "slow_restart_count": hardware("roce_slow_restart"),
     "retransmission_count": hardware("retrans_pkts"),
-}
+}  # fmt: skip
 _ERRORS = (
     "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors",
     "port_rcv_remote_physical_errors", "port_xmit_discards", "port_xmit_constraint_errors",
     "port_rcv_constraint_errors", "local_link_integrity_errors", "excessive_buffer_overrun_errors",
     "VL15_dropped",
 )  # fmt: skip
+_ERROR_COLUMNS = INFINIBAND_HEALTH.names("symbol_error_count", "vl15_drop_count")
 HEALTH: Mapping[str, tuple[Source, ...]] = {
-    "transmit_packet_count": (
-        counter("port_xmit_packets"),
-        *hardware("tx_pkts", "tx_packets", "sent_pkts"),
-    ),
-    "receive_packet_count": (
-        counter("port_rcv_packets"),
-        *hardware("rx_pkts", "rx_packets", "rcvd_pkts"),
-    ),
-    **{
-        column: (counter(name),)
-        for column, name in zip(
-            INFINIBAND_HEALTH.names("symbol_error_count", "vl15_drop_count"), _ERRORS, strict=True
-        )
-    },
-}
+    "transmit_packet_count": (counter("port_xmit_packets"),
+                              *hardware("tx_pkts", "tx_packets", "sent_pkts")),
+    "receive_packet_count": (counter("port_rcv_packets"),
+                             *hardware("rx_pkts", "rx_packets", "rcvd_pkts")),
+    **{column: (counter(name),) for column, name in zip(_ERROR_COLUMNS, _ERRORS, strict=True)},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,16 +358,12 @@ _US = 1000
 # Source: kernel Documentation/networking/device_drivers/ethernet/mellanox/mlx5/counters.rst;
 # drivers/net/ethernet/broadcom/bnxt/bnxt_ethtool.c; drivers/net/ethernet/intel/ice/ice_ethtool.c.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "receive_pause_count": (
-        r"rx_(prio[0-7]|global)_pause",
-        r"rx_pfc_ena_frames_pri[0-7]|rx_pause_frames",
-        r"rx_priority_[0-7]_xoff\.nic|link_xoff_rx\.nic",
-    ),
-    "transmit_pause_count": (
-        r"tx_(prio[0-7]|global)_pause",
-        r"tx_pfc_ena_frames_pri[0-7]|tx_pause_frames",
-        r"tx_priority_[0-7]_xoff\.nic|link_xoff_tx\.nic",
-    ),
+    "receive_pause_count": (r"rx_(prio[0-7]|global)_pause",
+                            r"rx_pfc_ena_frames_pri[0-7]|rx_pause_frames",
+                            r"rx_priority_[0-7]_xoff\.nic|link_xoff_rx\.nic"),
+    "transmit_pause_count": (r"tx_(prio[0-7]|global)_pause",
+                             r"tx_pfc_ena_frames_pri[0-7]|tx_pause_frames",
+                             r"tx_priority_[0-7]_xoff\.nic|link_xoff_tx\.nic"),
     "receive_pause_ns": (r"rx_(prio[0-7]|global)_pause_duration", r"pfc_pri[0-7]_rx_duration_us"),
     "transmit_pause_ns": (r"tx_(prio[0-7]|global)_pause_duration", r"pfc_pri[0-7]_tx_duration_us"),
     "pause_storm_warning_count": ("tx_pause_storm_warning_events",),
@@ -397,7 +375,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "receive_symbol_error_count": ("rx_symbol_err_phy",),
     "rdma_receive_bytes": ("rx_vport_rdma_unicast_bytes",),
     "rdma_transmit_bytes": ("tx_vport_rdma_unicast_bytes",),
-}
+}  # fmt: skip
 
 _ANY = re.compile("|".join(name for choices in COLUMNS.values() for name in choices))
 

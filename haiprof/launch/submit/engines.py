@@ -210,20 +210,14 @@ def haiprof_words(spec: JobSpec) -> list[str]:
 
 def c10d(endpoint: str, identity: str) -> list[str]:
     """Options of torchrun for nodes that meet at the first one, whoever that is."""
-    return [
-        "--rdzv-backend=c10d",
-        type(endpoint)(f"--rdzv-endpoint={endpoint}"),
-        type(identity)(f"--rdzv-id={identity}"),
-    ]
+    return ["--rdzv-backend=c10d", type(endpoint)(f"--rdzv-endpoint={endpoint}"),
+            type(identity)(f"--rdzv-id={identity}")]  # fmt: skip
 
 
 def static(address: str, node_rank: str) -> list[str]:
     """Options of torchrun for nodes that were given numbers."""
-    return [
-        type(node_rank)(f"--node-rank={node_rank}"),
-        type(address)(f"--master-addr={address}"),
-        f"--master-port={STATIC_PORT}",
-    ]
+    return [type(node_rank)(f"--node-rank={node_rank}"),
+            type(address)(f"--master-addr={address}"), f"--master-port={STATIC_PORT}"]  # fmt: skip
 
 
 def shell_line(words: Sequence[str]) -> str:

@@ -342,13 +342,11 @@ FORMS = {
     "kubernetes": Form(kubernetes_job, _PODS, "kubectl apply -f FILE"),
     "jobset": Form(jobset, _PODS, "kubectl apply -f FILE"),
     "trainjob": Form(trainjob, frozenset({"cpus_per_node", "image"}), "kubectl apply -f FILE"),
-    "ray": Form(
-        ray_driver, frozenset({"cpus_per_node"}), "ray job submit --working-dir . -- python FILE"
-    ),
-    "skypilot": Form(
-        skypilot, frozenset({"gpu_type", "cpus_per_node", "requeue", "image"}), "sky launch FILE"
-    ),
-}
+    "ray": Form(ray_driver, frozenset({"cpus_per_node"}),
+                "ray job submit --working-dir . -- python FILE"),
+    "skypilot": Form(skypilot, frozenset({"gpu_type", "cpus_per_node", "requeue", "image"}),
+                     "sky launch FILE"),
+}  # fmt: skip
 
 
 def check_engine(spec: JobSpec, name: str, takes: frozenset[str]) -> None:
