@@ -168,8 +168,7 @@ SWITCHES = {
 }  # fmt: skip
 """Options of a trace by name, with Kineto's key. Source: libkineto Config.cpp; dynolog's client."""
 WARMUP_S = 1
-WARMUP_STEPS = 3
-"""Kineto's own thread needs some steps to start; without them the first ones are missing."""
+WARMUP_STEPS = 3  # Kineto's own thread needs some steps to start: else the first ones are missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +256,7 @@ def shown_address(address: str) -> str:
     return f"@{address.strip(chr(0))}" if address.startswith("\0") else address
 
 
-SILENT_NS = 60_000_000_000
-"""A process asks every 5 s; after so long without, it is gone. Source: dynolog's own limit."""
+SILENT_NS = 60_000_000_000  # a process asks every 5 s; then it is gone (dynolog's own limit)
 CLIENT_LIMIT = 512
 REQUEST_LIMIT = 64
 _ID_LIMIT = 64

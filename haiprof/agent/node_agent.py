@@ -100,8 +100,7 @@ def _keep(held: _HeldRing) -> None:
     })  # fmt: skip
 
 
-TELL_S = 15.0
-"""Interval at which an agent announces its ranks to the controller, which may have restarted."""
+TELL_S = 15.0  # interval at which an agent announces its ranks to a controller: it may be a new one
 _STEPS_ID = "steps"  # the id of the agent's own question for steps; ids of requests hold a time
 _BACKLOG = 1024
 _PACKETS_PER_TICK = 64
@@ -118,8 +117,7 @@ class LiveRank(NamedTuple):
     rank: int
     pid: int
     paths: RankPaths
-    reported_steps: int | None = None
-    """Its optimizer steps, as it last answered `ask_steps`; None before."""
+    reported_steps: int | None = None  # optimizer steps, as last answered to `ask_steps`
 
 
 @dataclass(slots=True)
@@ -142,10 +140,8 @@ class Relay:
     run: RunPaths
     host: str
     peers: list[Peer] = field(default_factory=list)
-    controller: Controller | None = None
-    """Sends requests to agents that do not share this run directory."""
-    uplink: Uplink | None = None
-    """Receives requests from the controller, where the run directory is not shared."""
+    controller: Controller | None = None  # sends requests to agents of other run directories
+    uplink: Uplink | None = None  # receives requests where the run directory is not shared
     _rings: list[_HeldRing] = field(default_factory=list)
     _announced_s: float = 0.0
     _listener: socket.socket | None = None

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 QUEUE_LIMIT = 16  # events that wait for a slow receiver; later ones are dropped and counted
 RUN_LIMIT = 100  # events of one launcher, beside the end of the job
-GAP_S = 60.0
-"""Minimum time between two events of a kind in `_GAPPED`; all ranks of a job die together."""
+GAP_S = 60.0  # minimum time between two events of a kind in `_GAPPED`: all ranks die together
 ATTEMPTS = 3
 RETRY_S = 2.0  # wait before the second attempt; it doubles before the third
 ATTEMPT_LIMIT_S = 10.0
@@ -62,8 +61,7 @@ class Outbox(Generic[Item]):
     def __init__(
         self, name: str, deliver: Callable[[Item], None], *, most: int = QUEUE_LIMIT
     ) -> None:
-        self.changed = threading.Condition()
-        """To be held from a look at `queue` to the `put` that rests on it."""
+        self.changed = threading.Condition()  # held from a look at `queue` to the `put` after it
         self.queue: deque[Item] = deque(maxlen=most)
         self._deliver = deliver
         self._is_sending = self._is_closed = False

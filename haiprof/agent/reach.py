@@ -86,8 +86,7 @@ def new_nonce() -> bytes:
 LENGTH = struct.Struct("!I")
 SIGNATURE_BYTES = 32
 _STOP_S = 10.0
-FRAME_LIMIT_BYTES = 2 * MESSAGE_LIMIT_BYTES
-"""Longest message: a rank's reply and its sender. A longer one is not read."""
+FRAME_LIMIT_BYTES = 2 * MESSAGE_LIMIT_BYTES  # a rank's reply and its sender; no longer one is read
 
 
 class Budget:
@@ -260,8 +259,7 @@ class Uplink(LoopThread):
         super().__init__("haiprof-uplink")
         self.requests: deque[bytes] = deque(maxlen=KEPT_REQUESTS)
         """Requests of the controller that were not taken yet, oldest first."""
-        self.error: str | None = "not connected yet"
-        """Why there is no connection; None while there is one."""
+        self.error: str | None = "not connected yet"  # why there is no connection, if there is none
         self._address, self._key = address, key
         self._line: Line | None = None
 
@@ -342,8 +340,7 @@ MAX_STRANGERS_PER_ADDRESS = 128
 CONNECTIONS_PER_S = 500
 """Accepted per second; more wait in the kernel's queue, so that a flood takes no core, and an agent
 at the address of a flood still has a quarter of a second for its proof."""
-KEPT_BYTES = 1 << 26
-"""Bytes of replies that the launcher has not taken; beyond, agents are not read."""
+KEPT_BYTES = 1 << 26  # bytes of replies that the launcher has not taken; beyond, no agent is read
 BACKLOG = 4096
 _OWN_DESCRIPTORS = 256
 _REST_S = 0.05

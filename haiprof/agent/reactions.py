@@ -29,8 +29,7 @@ LOOK_S = 2.0
 PAUSE_S = 300.0  # minimum time between two reactions of a kind, over all nodes
 TRACE_STEPS = 5
 LIMIT_S = 600.0
-NOTIFIED_TIMES = 20
-"""Hangs, and slow-downs, that are told with `--notify`, where fewer are looked into."""
+NOTIFIED_TIMES = 20  # hangs, and slow-downs, that `--notify` tells of, where fewer are looked into
 _MOST_SUSPECTS = 8
 _RESULT_LIMIT_BYTES = 1 << 24
 _KEPT = ("rank", "reason", "doing", "certain")

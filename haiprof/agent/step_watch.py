@@ -48,16 +48,13 @@ if TYPE_CHECKING:
 
 WARM_UP_STEPS = 10
 WINDOW_STEPS = 15
-WINDOW_NS = 3 * NS_PER_S
-"""Minimum size of the last window in steps and time: a burst of other load is not a change."""
+WINDOW_NS = 3 * NS_PER_S  # minimum size of the last window: a burst of other load is no change
 USUAL_MIN_STEPS = 30
 USUAL_STEPS = 200
 USUAL_NS = 10 * NS_PER_S  # minimum steps and time from which the usual step is known
 SURE = 5.0  # standard errors of a difference of medians; a smaller difference may be chance
-HANG_FLOOR_NS = 300 * NS_PER_S
-"""Minimum of a relative limit such as `5x`: the last save of a job may take minutes."""
-EARLY_HANG_NS = 28 * 60 * NS_PER_S
-"""While fewer than `WARM_UP_STEPS` steps are known. Source: the published tool's limit."""
+HANG_FLOOR_NS = 300 * NS_PER_S  # minimum of a relative limit (`5x`): a last save takes minutes
+EARLY_HANG_NS = 28 * 60 * NS_PER_S  # while the pace is not known; the published tool's limit
 PATIENCE = 5
 """Multiple of a limit in seconds before the first step (compiling and loading take long), and where
 only optimizer steps are seen (an evaluation takes long); at most `EARLY_HANG_NS` unless the limit
@@ -66,13 +63,10 @@ IDLE_START_NS = 120 * NS_PER_S
 """How long the processes of a start may use no CPU, unless the limit is in seconds: most wait for
 each other in init_process_group then, whose own timeout is 10 to 30 minutes."""
 _IDLE_CORES = 0.02
-BEFORE_TIMEOUT = 0.75
-"""Share of a process group's timeout after which a silence is looked at, while ranks still live."""
+BEFORE_TIMEOUT = 0.75  # share of a process group's timeout after which a silence is looked at
 ASK_NS = 60 * NS_PER_S  # maximum interval at which ranks without spans are asked
-SUSPENDED_NS = 4 * NS_PER_S
-"""The launcher looks every 2 s; if it did not for so long, it was stopped, and so was the job."""
-NOTED_NS = 10 * NS_PER_S
-"""Minimum length of a suspension that is noted: shorter ones happen on a busy node."""
+SUSPENDED_NS = 4 * NS_PER_S  # it looks every 2 s: after so long it was stopped, and so the job
+NOTED_NS = 10 * NS_PER_S  # minimum length of a suspension that is noted: less is a busy node
 _SURE_REPEATS = 32
 _ENDS = (COLLECTIVE, FORWARD, FORWARD_EVAL, NOGRAD, EVAL, DATA, BACKWARD, OPTIMIZER, MARK)
 """What may end a step, the surest last: what comes later in this order takes an earlier one's
@@ -80,8 +74,7 @@ place, all but the last two after they have repeated so often."""
 _READ_LIMIT_BYTES = 1 << 20
 _KEPT_STEPS = 3000
 _KEPT_WINDOWS = 8
-_MEDIAN_ERROR = 1.2533 * MAD_TO_SIGMA
-"""Standard error of a median, from the median absolute deviation, times the root of the count."""
+_MEDIAN_ERROR = 1.2533 * MAD_TO_SIGMA  # times the median deviation over the root of the count
 
 _WITHIN = {EVAL: 1, NOGRAD: 2, SAVE: 4, DATA_END: 8, DATA_ITER: 8}
 _ODD = 16  # the step was traced, or the job was stopped in it
@@ -163,8 +156,7 @@ class RankWatch:
     over: bool = False  # whether its recording has ended
     exited: bool = False  # whether it ended because the process does
     asked: bool = False  # whether it writes no spans, so that only its answers show that it trains
-    timeout_ns: int = 0
-    """After so long the backend of its process group ends it; 0 where that is not known."""
+    timeout_ns: int = 0  # after so long its process group's backend ends it; 0: not known
     reported_steps: int | None = None  # optimizer steps in its last answer
     first_ns: int = 0  # end of the first span; 0 before it
     alive_ns: int = 0  # end of the last span that shows progress
@@ -365,8 +357,7 @@ class Watch:
     _scan_at_ns: int = 0
     _ranks: dict[tuple[int, int], RankWatch] = field(default_factory=dict)
     _starting: dict[int, _Start] = field(default_factory=dict)  # by process id
-    _start_ns: int | None = None
-    """How long the first start took until a rank reported in; None before."""
+    _start_ns: int | None = None  # how long the first start took until a rank reported in
     _steps_before: dict[tuple[int, int], int] = field(default_factory=dict)
     _suspended_ns: int = 0  # since when all ranks are stopped; 0 while they are not
 

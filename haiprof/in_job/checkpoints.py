@@ -25,8 +25,7 @@ LOADS = (
 )
 """Functions by module; those of torch.distributed.checkpoint take a folder by name."""
 _LOAD_LIMIT = 64
-_PLACES = {"save": 1, "save_file": 1, "load": 0, "load_file": 0}
-"""Where the file is among the arguments."""
+_PLACES = {"save": 1, "save_file": 1, "load": 0, "load_file": 0}  # place of the file in a call
 _NAMES = ("f", "filename", "checkpoint_id")
 _FOLDER_INDEX = ".metadata"
 _FOLDERS = "/torch/distributed/checkpoint/"

@@ -60,8 +60,7 @@ class FlightRecorder:
         self._clock = clock
         self._dumps: tuple[Dump, ...] = ()
         self._beating = threading.Lock()
-        self.writer: RecordWriter | None = None
-        """Of the heartbeat; None before the first collective."""
+        self.writer: RecordWriter | None = None  # the heartbeat's; None before the first collective
         self._last: dict[int, tuple[int, int, int]] = {}
         self._groups: dict[str, list[int]] = {}
 

@@ -28,8 +28,7 @@ from haiprof.run_format.control import (
 )
 from haiprof.run_format.layout import RunPaths
 
-RETRY_AFTER_S = (0.0, 0.5, 2.0, 8.0)
-"""The agent starts beside the job, and so may come later than a rank that starts quickly."""
+RETRY_AFTER_S = (0.0, 0.5, 2.0, 8.0)  # the agent starts beside the job, and so may come later
 
 MAX_DEPTH = 100
 MAX_THREADS = 64

@@ -23,13 +23,11 @@ from haiprof.in_job.loops import find_loop
 from haiprof.run_format.stack_frames import Frame
 from haiprof.run_format.stack_lines import LEFT_OUT
 
-Place = tuple[CodeType, int]
-"""Where a frame is: its code and the offset of its instruction, in bytes."""
+Place = tuple[CodeType, int]  # where a frame is: its code and its instruction's offset in bytes
 
 MAX_DEPTH = 256  # of a deeper stack (a recursion) the innermost frames count
 MAX_STACKS = 8192
-MAX_PLACES = 32_768
-"""Instructions at which frames were seen, per stack: what is looked up at each sample."""
+MAX_PLACES = 32_768  # instructions at which frames were seen, per stack: looked up at each sample
 EXPRESSION_LIMIT = 80
 _SOURCE_LIMIT_BYTES = 1 << 20
 _SOURCE_COUNT = 64
@@ -41,8 +39,7 @@ _VERSION = 6  # of frames.c; one that was built of older text is not used
 _MODULE_CONTENT: Any = vars(ModuleType)["__dict__"]
 _CLASS_CONTENT: Any = vars(type)["__dict__"]  # without the job's `__getattr__`
 _FOR_ITER = bytes([opcode.opmap["FOR_ITER"]])
-_RESUME = opcode.opmap.get("RESUME")
-"""Begins a function and what follows a `yield` or `await`, from Python 3.11 on."""
+_RESUME = opcode.opmap.get("RESUME")  # at a function's begin, and behind a `yield`; from 3.11 on
 _COLLECTS_WHEN_READ = sys.version_info[:2] == (3, 11)
 
 try:

@@ -28,8 +28,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.stack_frames import Frame, own_frame
 
-HISTORY_RATIO = 0.9
-"""Share of its limit that the peak must reach before `auto` records the allocator's history."""
+HISTORY_RATIO = 0.9  # share of its limit that the peak must reach before `auto` records it
 HISTORY_ENTRIES = 20_000  # allocations and releases that are kept, of some hundred bytes each
 HISTORY_NS = 2_000  # what recording the stack of one allocation costs, as PyTorch tells
 HISTORY_COST_RATIO = 0.01  # where it would take more of the time, `auto` leaves the history out

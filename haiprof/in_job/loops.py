@@ -254,8 +254,7 @@ class _Rounds(ast.NodeVisitor):
         self._counted: set[str] = set()  # counters: `i += 1`
         self._items: dict[str, set[str]] = {}  # by what has items: those that are written
         self._item_reads: dict[str, set[str]] = {}
-        self._acts = False
-        """Whether it calls something for what that does: backward, a step, a method."""
+        self._acts = False  # whether it calls something for its effect: backward, a step, a method
 
     def is_independent(self) -> bool:
         """Whether a round reads nothing that another one wrote."""

@@ -14,8 +14,7 @@ from haiprof.in_job.recorder import Recorder
 from haiprof.run_format.schema import TAG_MASK
 
 MANY = TAG_MASK  # the tag of all objects that came after the numbers ran out
-PART_LIMIT = 1500
-"""Parameters and modules that are looked at: reading more would hold the interpreter for ms."""
+PART_LIMIT = 1500  # parameters and modules that are looked at: more would hold Python for ms
 _LAYER_KINDS = 8
 _FSDP = ("FSDP", "FullyShardedDataParallel")
 _PLAIN = ("Tensor", "Parameter", "Buffer", "DTensor")
@@ -24,8 +23,7 @@ _LOADER_LIMIT = 64  # that are described; a job that makes one per step is not f
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable")
 _OFTEN_NS, _SELDOM_NS = 1_000_000_000, 10_000_000_000
 _OFTEN_COUNT = 120  # so many looks at inputs a second apart; then one in ten seconds
-_MASK_LIMIT = 1 << 15
-"""Of a larger mask, columns at equal distances are read: some 50 us, on one thread."""
+_MASK_LIMIT = 1 << 15  # of a larger mask, columns at equal distances are read: some 50 us
 _now = time.perf_counter_ns
 
 
@@ -267,8 +265,7 @@ class Registry:
         encode: Callable[[int], Any],
         lines: list[dict[str, Any]],
     ) -> None:
-        self.entries: dict[int, Any] = {}
-        """By the object's id; empty (false) for what is of no interest."""
+        self.entries: dict[int, Any] = {}  # by the object's id; empty for what is of no interest
         self._describe = describe
         self._encode = encode
         self._lines = lines

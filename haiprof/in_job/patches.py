@@ -66,22 +66,18 @@ class State(Gate):
         self.is_tracing = is_tracing
         self.owner = threading.main_thread().ident or 0
         self.owner_seen_ns = 0
-        self.idle = 0
-        """What `busy` returns to after a span: 0, WAITING, or CLOSED once the hooks are out."""
-        self.busy = 0
-        """`idle`, or FORWARD inside a root module's call, or BACKWARD inside the engine."""
+        self.idle = 0  # what `busy` returns to: 0, WAITING, or CLOSED once the hooks are out
+        self.busy = 0  # `idle`, or FORWARD in a root module's call, or BACKWARD in the engine
         self.loading = False
         self.optimizer_count = 0
         """Optimizer steps of the owner thread so far, whether recorded or not; once the hooks are
         out, of any thread, until another installation takes their places."""
-        self.steps_before = 0
-        """Those of this process before these hooks were put in, as far as hooks saw them."""
+        self.steps_before = 0  # those of this process before these hooks, as far as hooks saw them
         self.counts_all = True  # whether these are all: hooks were in from the start
         self.successor: State | None = None  # what that installation's wrappers share
         self.device: DeviceTimer | None = None
         self.find_device: Callable[[], DeviceTimer | None] = lambda: None
-        self.kept_graphs = 0
-        """Backward passes so far that were told to keep their graph, and to make none of it."""
+        self.kept_graphs = 0  # backward passes that were told to keep their graph, and make none
         self.slow = True
         """Whether a span needs more than two times: until an optimizer has stepped, with a GPU,
         where memory is watched, and while a trace window is planned."""
@@ -89,8 +85,7 @@ class State(Gate):
         self.stepped = False  # whether an optimizer has stepped
         self.trains: Callable[[], None] = lambda: None
         """Called at the first backward pass or optimizer step."""
-        self.inside: frozenset[CodeType] = frozenset()
-        """Code that runs within a span: where hooks put in late must not begin."""
+        self.inside: frozenset[CodeType] = frozenset()  # where hooks put in late must not begin
         self.inputs: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None
         """Receives the number of a root module in training and its arguments: of all calls where
         GPU memory is recorded, else of one a second, and None in between."""

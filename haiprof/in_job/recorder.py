@@ -33,11 +33,9 @@ from haiprof.run_format.schema import OPTIMIZER, TAG_BITS, TAG_MASK
 DRAIN_INTERVAL_S = 1.0
 DRAIN_SOON_S = 0.1  # while there are so many spans that they would fill the ring in some seconds
 MANY_SPANS = RING_CAPACITY // 4
-COST_EVERY_DRAINS, COST_PART = 10, 50
-"""A line of cost comes after so many, and after a fiftieth of all: some hundreds in a day."""
+COST_EVERY_DRAINS, COST_PART = 10, 50  # a line of cost comes after so many, and a fiftieth of all
 UNARMED_LIMIT_SPANS = 512  # kept in a process that has not shown yet that it works
-UNARMED_NS = 1_000_000_000
-"""So long a process must go on with calls that may be an evaluation, or nothing of a rank's."""
+UNARMED_NS = 1_000_000_000  # how long calls must go on that may be an evaluation, or no rank's
 EXIT_WAIT_S = 5.0  # so long a run directory that does not answer may hold the exit of this process
 NOTE_WAIT_S = 1.0
 _LOW_BYTE = 0 if sys.byteorder == "little" else 7
@@ -52,8 +50,7 @@ class Installed:
     """The wrappers and the trace windows, as far as the recorder needs them: by default none."""
 
     uninstall: Callable[[], None] = lambda: None  # puts the job's own functions back
-    restart_in_fork: Callable[[], None] = lambda: None
-    """In a forked child, which names its own modules and optimizers."""
+    restart_in_fork: Callable[[], None] = lambda: None  # in a forked child, which names its own
     calibrate: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
     """Measures what one event, and one call of a module, cost in ns."""
     steps: Callable[[], Mapping[str, Any]] = lambda: {
@@ -62,14 +59,10 @@ class Installed:
     """What is known of the steps now: `step`, `job_step`, `counts_all`."""
     settings_lines: Callable[[bool], Iterable[dict[str, Any]]] = lambda _last: ()
     """Looks at the process's settings, and gives what is to be written of them now; of (last)."""
-    training_thread: Callable[[], int] = lambda: 0
-    """Which thread trains: the one whose spans are taken."""
-    works_untrained: Callable[[], bool] = lambda: False
-    """Whether steps are what repeats in this process: it has not trained, and will not soon."""
-    must_stay: Callable[[], bool] = lambda: False
-    """Whether the hooks must stay in after the recording's time: for a trace window."""
-    leaves_by_itself: Callable[[], bool] = lambda: False
-    """Whether a trace window that runs takes the hooks out, at the job's next span."""
+    training_thread: Callable[[], int] = lambda: 0  # the thread that trains, whose spans are taken
+    works_untrained: Callable[[], bool] = lambda: False  # steps are what repeats: it does not train
+    must_stay: Callable[[], bool] = lambda: False  # after the recording's time: for a window
+    leaves_by_itself: Callable[[], bool] = lambda: False  # at the job's next span, after a window
     end_window: Callable[[], None] = lambda: None  # ends a trace window before the files are closed
     requests: Mapping[str, Handler] = field(default_factory=dict)
     """What answers requests that concern more than the recorder, by kind."""
@@ -92,18 +85,14 @@ class Recorder:
     ) -> None:  # fmt: skip
         self.run = run
         self.spans = make_spans()
-        self.stacks_hz = stacks_hz
-        """Samples of the training thread's stack per second; 0 takes none."""
-        self.memory_history = memory_history
-        """Whether the CUDA allocator's history is recorded: `off`, `auto` or `on`."""
+        self.stacks_hz = stacks_hz  # samples of the training thread's stack per second; 0: none
+        self.memory_history = memory_history  # of the CUDA allocator: `off`, `auto` or `on`
         self.lines: list[dict[str, Any]] = []
         self.device_records: list[bytes] = []
         self.phases: dict[str, str] = {}
         self.armed = self.closed = False
-        self.installed = Installed()
-        """The wrappers and trace windows, replaced as a whole when one is added."""
-        self.step_ns = 0
-        """Mean time between two optimizer steps in the last second; 0 while it is not known."""
+        self.installed = Installed()  # replaced as a whole when a part of it is added
+        self.step_ns = 0  # mean time between optimizer steps in the last second; 0: not known
         self._over = False
         self._shown_ns = 0
         self._paced = (0, 0)

@@ -23,8 +23,7 @@ class Cycles:
 
     def __init__(self) -> None:
         self.total = 0  # steps by that rule alone
-        self.pattern: tuple[int, ...] | None = None
-        """The optimizers of the last whole step, in order."""
+        self.pattern: tuple[int, ...] | None = None  # the last whole step's optimizers, in order
         self.expected = 0  # the optimizer that a scaler that skipped would have stepped
         self.open_work = False  # whether there was forward or backward since the last closing token
         self._cuts = 0
@@ -124,8 +123,7 @@ class Repeats:
     """
 
     def __init__(self) -> None:
-        self.listener: Callable[[int], None] | None = None
-        """Told on the training thread of the number of the step that begins."""
+        self.listener: Callable[[int], None] | None = None  # told of the step that begins
         self.marks = 0  # calls of `haiprof.step()`
         self.trained = False  # whether there was a backward pass or an optimizer step
         self.backwards = 0  # backward passes before the first optimizer step

@@ -228,8 +228,7 @@ class CollectorPauses:
 
     def __init__(self, recorder: Recorder) -> None:
         self.asked_count = 0  # whole collections that the job asked for so far
-        self.asked_ns: dict[tuple[CodeType, int], int] = {}
-        """Time of these, by the line that called."""
+        self.asked_ns: dict[tuple[CodeType, int], int] = {}  # their time, by the line that called
         self._recorder = recorder
         self._put = recorder.spans.put
         self._start = 0

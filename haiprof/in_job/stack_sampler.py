@@ -57,15 +57,13 @@ SLICE_NS, SLICE_SAMPLES, MOST_SLICE_NS = 1_000_000_000, 10, 4_000_000_000
 OTHERS_NS = 250_000_000
 """So often other threads are looked at, where there are some; where one of them must hold the lock,
 five times as often."""
-SLICES_SHARE = 0.5
-"""Of the sampling thread's time, what Python may take after each slice; the rest is of samples."""
+SLICES_SHARE = 0.5  # of the sampling thread's time, what Python may take after each slice
 MIN_SAMPLES = 20  # after so many it is known what one takes
 END_WAIT_S = 0.2  # so long the last samples are waited for
 MAX_PENDING = 2000  # samples that wait for a disk; while there are as many, no more are taken
 OTHERS_LIMIT = 16
 THREAD_LIMIT = 256
-BUSY_SHARE = 0.05
-"""A thread that used so much of a core since the last look runs; others wait for something."""
+BUSY_SHARE = 0.05  # a thread that used so much of a core since the last look runs; others wait
 _NAME_LIMIT = 80
 _NS_PER_S = 1_000_000_000
 _NS_PER_US = 1000

@@ -30,8 +30,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.stack_frames import Frame, own_frame
 
-WRITE_WAIT_S = 1.0
-"""So long a run directory that does not answer may hold a process that ends by an exception."""
+WRITE_WAIT_S = 1.0  # so long a run directory without an answer may hold a process that fails
 MESSAGE_CHARS = 4_000
 _LINE_CHARS = 300
 _OUTER_FRAMES, _INNER_FRAMES = 16, 48
@@ -53,8 +52,7 @@ class Uncaught:
         self._pid = os.getpid()
         self._ended = False
         self._unwritten: tuple[dict[str, Any], BaseException | None] | None = None
-        self._exit: list[dict[str, Any]] | None = None
-        """The last call of sys.exit, and what was being handled then."""
+        self._exit: list[dict[str, Any]] | None = None  # the last call of sys.exit
         self.left_at: list[Frame] = []  # where that call was made, whatever its status
         self._reserve: mmap.mmap | None = None
 

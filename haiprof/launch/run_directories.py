@@ -145,8 +145,7 @@ def find_open_folder(folder: Path) -> str:
 
 
 PUT_EVERY_S = 300.0  # between two copies while the job runs
-PUT_SHARE = 0.05
-"""Copies take this share of the time at most: where they are slow, they are made less often."""
+PUT_SHARE = 0.05  # copies take this share of the time at most: slow ones are made less often
 PUT_LIMIT_S = 300.0  # how long the end of the job's launcher may wait for the last copy
 _SILENT_S = 3.0
 _INTERRUPTED = (130, -signal.SIGINT)

@@ -44,8 +44,7 @@ class Signal(NamedTuple):
 
     number: int
     code: int  # who sent it: `si_code` of sigaction(2)
-    pid: int = 0
-    """The process that sent it; 0 where it was the kernel, or is in another PID namespace."""
+    pid: int = 0  # the process that sent it; 0: the kernel, or one in another PID namespace
     uid: int = 0  # its user
 
 

@@ -137,8 +137,7 @@ def limit_reading(name: str, column: str, file: str, cgroup: Cgroup) -> Reading:
     )
 
 
-Places = Mapping[str, Cgroup | Unavailable]
-"""Where each controller is; `V2` is the tree of version 2."""
+Places = Mapping[str, Cgroup | Unavailable]  # where each controller is; `V2`: the tree of version 2
 
 _MEMBERSHIPS = "/proc/self/cgroup"
 _THROTTLING = ("cpu_period_count", "cpu_throttled_period_count", "cpu_throttled_ns")

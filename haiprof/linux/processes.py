@@ -31,8 +31,7 @@ class ProcessExit:
     status: int | None  # exit status; None where a signal ended it, or nobody saw it
     signal: int | None
     core: bool  # whether the kernel wrote a core file, or handed it on
-    source: str
-    """`kernel`, `zombie`, or `gone` where its parent had taken the status before it was read."""
+    source: str  # `kernel`, `zombie`, or `gone` where its parent had taken the status before
 
 
 class WatchedProcess:

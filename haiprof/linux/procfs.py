@@ -155,8 +155,7 @@ class ProcessReading:
     total_ticks: int  # the same with those of the children it has waited for
     faults: int  # minor faults of the process and of the children it has waited for
     major_faults: int  # the same of those that waited for storage
-    waited_faults: int
-    """Those of the children alone: grows at each wait, so it shows that there was one."""
+    waited_faults: int  # those of the children alone: grows at each wait, and so shows it
     rss_bytes: int
     thread_count: int
     io_bytes: tuple[int, int, int, int] | None

@@ -65,8 +65,7 @@ class Entity:
     key: tuple[int, ...] = ()  # values of the table's key columns
     name: str = ""  # a short, distinct name for people
     readings: tuple[Reading, ...]
-    details: Mapping[str, object] = field(default_factory=dict)
-    """More for the header, such as a UUID."""
+    details: Mapping[str, object] = field(default_factory=dict)  # more for the header: a UUID
 
 
 def refused_reading(columns: Iterable[str], origin: str, why: Unavailable) -> Reading:

@@ -68,8 +68,7 @@ TRAFFIC = {
 PCIE = ("pcie_transmit_bytes", "pcie_receive_bytes")
 _BYTES_PER_MIB = 1 << 20
 
-MIN_APART_NS = 100_000_000
-"""Two samples closer than this give no metrics (NVML documentation, nvmlGpmMetricsGet)."""
+MIN_APART_NS = 100_000_000  # closer samples give no metrics (NVML's nvmlGpmMetricsGet)
 
 _HIGHEST_PERCENT = 105.0  # a share is of two samples, a little apart
 _WAIT_NS = 2_000_000  # at 10 Hz every other read is some us too early
@@ -229,8 +228,7 @@ FIELDS = dict(
 _LINE = re.compile(r"^(DCGM_FI_\w+)\{(.*)\}\s+(\S+)(?:\s+-?\d+)?\s*$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
-Page = Mapping[str, Mapping[str, float | None]]
-"""Values by UUID and field; None where the page contradicts itself."""
+Page = Mapping[str, Mapping[str, float | None]]  # by UUID and field; None where it has several
 
 
 class DcgmSampler(TableSampler):

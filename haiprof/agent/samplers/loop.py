@@ -104,8 +104,7 @@ class Stream:
     open_writer: OpenWriter = _write_records
     entities: Mapping[Key, Mapping[str, object]] = field(default_factory=dict)
     """Description of each entity; never changed in place, as other threads read it."""
-    latest: tuple[int, bytes] = (0, b"")
-    """CLOCK_MONOTONIC at the last sample, and its records; replaced as a whole."""
+    latest: tuple[int, bytes] = (0, b"")  # CLOCK_MONOTONIC at the last sample, and its records
     sample_count: int = 0
     cpu_ns: int = 0  # time that this thread spent in samples
     _last_ns: int = 0
@@ -227,8 +226,7 @@ class SamplingLoop:
     samplers: Sequence[TableSampler] | None = None
     open_writer: OpenWriter = _write_records
     failure: str | None = None  # why nothing was recorded
-    streams: tuple[Stream, ...] = ()
-    """The sampled streams; replaced as a whole, as other threads read the list."""
+    streams: tuple[Stream, ...] = ()  # replaced as a whole, as other threads read the list
     _events: LineWriter | None = None
 
     def __post_init__(self) -> None:

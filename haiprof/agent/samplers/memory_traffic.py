@@ -46,8 +46,7 @@ class Metric:
     named: tuple[tuple[str, ...], ...] = ()
     """Events that the kernel may describe there, alternatives in order; with their own scale."""
     terms: tuple[str, ...] = ()  # the events themselves, where the kernel describes none
-    unit: Fraction = Fraction(64)
-    """Bytes per count of `terms`, and of named events where `unscaled`."""
+    unit: Fraction = Fraction(64)  # bytes per count of `terms`, and of named events if `unscaled`
     unscaled: bool = False  # the kernel gives its named events no scale
 
 
@@ -154,8 +153,7 @@ class Pmu:
     name: str
     type: int
     cpus: tuple[int, ...]  # one CPU for each socket, or other unit, that it counts for
-    formats: Mapping[str, str] = field(default_factory=dict)
-    """The bits of each term, such as `event` in `config:0-7`."""
+    formats: Mapping[str, str] = field(default_factory=dict)  # bits of each term: `config:0-7`
     events: Mapping[str, str] = field(default_factory=dict)
     """The events that the kernel describes, with `name.scale` and `name.unit`."""
 

@@ -80,8 +80,7 @@ class Nvml:
     """NVML while it is in use: one nvmlInit, and one nvmlShutdown at the end."""
 
     def __init__(self, module: ModuleType | None = None) -> None:
-        self.module: Any = module
-        """For another handle of the same library, to be opened and closed on its own."""
+        self.module: Any = module  # for another handle of the same library, opened on its own
         self._started = False
         self.version = ""  # the running driver's version; empty where unknown
 
@@ -216,8 +215,7 @@ class Call:
     columns: str  # with blanks between them
     functions: str  # names, as they change: the first one that driver and binding have is used
     arguments: tuple[object, ...] = ()
-    values: Callable[[Any], Sequence[Value]] = lambda answer: (answer,)
-    """From NVML's answer to base units."""
+    values: Callable[[Any], Sequence[Value]] = lambda answer: (answer,)  # of NVML's, in base units
 
 
 def call_reading(device: Device, call: Call) -> Reading:

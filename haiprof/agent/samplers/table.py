@@ -83,8 +83,7 @@ ALL_METRICS = "all"  # the metric of a `Missing` that leaves nothing of the samp
 class Missing(NamedTuple):
     """One metric that cannot be measured here."""
 
-    metric: str
-    """A column of the table, one entity of the source (`gpu 0`, `rank 1`), or `ALL_METRICS`."""
+    metric: str  # a column of the table, an entity of the source (`gpu 0`, `rank 1`), `ALL_METRICS`
     reason: str  # why, with the file or call that refused
     status: Status = "absent"
     remedy: str = ""  # what a user or an administrator would have to set; empty where nothing helps
@@ -135,8 +134,7 @@ class Node:
     root: Path = Path("/")  # where /proc and /sys are
     nvml: ModuleType | None = None  # a module like pynvml; None imports that
     clock: Clock = time.perf_counter_ns  # CLOCK_MONOTONIC in ns
-    pid: int | None = None
-    """A process to treat as a rank though it did not report in: `haiprof doctor`'s own."""
+    pid: int | None = None  # a process to treat as a rank: `haiprof doctor`'s own
     reports: RankReports | None = None  # what ranks reported, read once for all samplers
 
 

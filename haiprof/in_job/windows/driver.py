@@ -55,8 +55,7 @@ class Tracer:
         self._yield_asked = self._end_asked = self._late = False
         self._meeting: Meeting | None = None
         self._repeated_last = False
-        self._phases: PhaseTimes | None = None
-        """Of the window that is recorded: each span is looked at meanwhile."""
+        self._phases: PhaseTimes | None = None  # of the window that is recorded, of each span
         self._base = 0  # steps before this follows them: a window may be asked for at any time
         lasts_s = config.get("valid_s")
         self._expires_ns = None if lasts_s is None else _now() + round(float(lasts_s) * 1e9)

@@ -223,8 +223,7 @@ class Windows:
     def __init__(self, context: WindowContext) -> None:
         self._context = context
         self._recording: Recording | None = None
-        self._rehearsal: Recording | None = None
-        """Of a step before a window, which is thrown away; never beside `_recording`."""
+        self._rehearsal: Recording | None = None  # of a step before a window; thrown away
         self._step_bytes: int | None = None
         self.asleep_until = 0  # edges of steps before this one are of no use
 

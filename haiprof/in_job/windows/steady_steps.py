@@ -36,8 +36,7 @@ class SteadySteps:
         self._open = counter.stack
         self._close: End = counter.stack.clear
         self.follows = False  # whether steps are alike at this moment
-        self.interrupted = False
-        """Whether the next span is to be looked at, whatever it is; any thread may say so."""
+        self.interrupted = False  # the next span is to be looked at; any thread may say so
         self.asleep_until = 0  # edges of steps before this one interest nobody
         self._step: list[tuple[int, int]] = []
         self._last: Sequence[tuple[int, int]] = ()

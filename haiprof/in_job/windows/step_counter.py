@@ -39,8 +39,7 @@ class Snapshot(NamedTuple):
 
     steps: int  # `StepCounter.count`
     numbers: tuple[int, ...]  # what grows from step to step
-    shape: tuple[object, ...]
-    """Everything else: the same after each of several steps that are alike."""
+    shape: tuple[object, ...]  # all else: the same after each of several steps that are alike
     is_steady: bool  # whether it stays the same through any number of such steps
 
     def since(self, earlier: Snapshot) -> tuple[int, ...]:

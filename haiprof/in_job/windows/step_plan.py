@@ -59,8 +59,7 @@ class StepTimes:
         self._plain: deque[int] = deque(maxlen=KEPT_STEPS)
         self._number: int | None = None
         self._start_ns = 0
-        self.other_work = False
-        """Whether there was an evaluation or a checkpoint in the step that runs."""
+        self.other_work = False  # whether the step that runs has had an evaluation or a checkpoint
         self.ours_ns = 0  # so much of the running step is haiprof's own
         self._kept = 0
         self.usual_ns = 0  # median of the last plain steps; 0 while there are few

@@ -64,8 +64,7 @@ _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d+)\Z")
 class JobSpec:
     """One job."""
 
-    program: str
-    """A Python file, the module where `module` says so, or any other program (here only)."""
+    program: str  # a Python file, the module where `module` says so, or any program (here only)
     module: bool = False
     arguments: tuple[str, ...] = ()  # the script's own, untouched
     name: str
@@ -82,12 +81,10 @@ class JobSpec:
     requeue: bool = False
     partition: str | None = None
     account: str | None = None
-    directives: Mapping[str, str] = field(default_factory=dict)
-    """Further options of sbatch, by name; empty text for a switch."""
+    directives: Mapping[str, str] = field(default_factory=dict)  # of sbatch; empty for a switch
     image: str | None = None  # container image
     claim: str | None = None  # PersistentVolumeClaim that holds the log directory
-    haiprof: tuple[str, ...] = ("haiprof",)
-    """The command haiprof where nodes have the same file system as this one."""
+    haiprof: tuple[str, ...] = ("haiprof",)  # where nodes have the same file system as this one
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= _MAX_NODES:
@@ -457,8 +454,7 @@ def ray_driver(spec: JobSpec) -> str:
     )  # fmt: skip
 
 
-FIRST_PORT, PORTS = 20_000, 10_000
-"""Rendezvous ports, below those that Linux gives to clients (32768 to 60999)."""
+FIRST_PORT, PORTS = 20_000, 10_000  # of the rendezvous: below those of clients (32768 to 60999)
 # The batch script runs on the first node, and hands this to all.
 ENDPOINT = f'"$(hostname):$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"'
 # Without --export=ALL a submission with --export=NONE (or SBATCH_EXPORT) starts bare tasks.

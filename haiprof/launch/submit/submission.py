@@ -54,8 +54,7 @@ class SubmittedJob:
     on: str
     id: str  # as `haiprof ls --live` (here) or Slurm calls it
     log: Path  # of all nodes
-    target: Path
-    """What `haiprof verdict` takes: the run directory, or the log directory where it is below."""
+    target: Path  # what `haiprof verdict` takes: the run directory, or the log directory above
     stop: tuple[str, ...]  # the command that ends it
     status: Callable[[], int | None]  # its exit status; None while it waits or runs
     poll_s: float  # how often that may be asked: Slurm's controller answers everybody
