@@ -16,14 +16,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from haiprof.agent.samplers.loop import Stream
 from haiprof.agent.samplers.table import RankReports
+from haiprof.base import local_http
 from haiprof.base.errors import RunFormatError
-from haiprof.base.local_http import (
-    GuardedHandler,
-    GuardedServer,
-    allowed_hosts,
-    is_allowed,
-    own_readers,
-)
 from haiprof.base.messages import print_message
 from haiprof.base.options import ALL_USERS, Options, user_id
 from haiprof.linux.readings import Clock
@@ -90,11 +84,11 @@ class Scrape:
         note_line(self._events, {"type": "scrape", "time_ns": time.perf_counter_ns(), **line})
 
 
-class _Server(GuardedServer, WSGIServer):
+class _Server(local_http.GuardedServer, WSGIServer):
     """The port; its errors are not the job's."""
 
 
-class _Handler(GuardedHandler, WSGIRequestHandler):
+class _Handler(local_http.GuardedHandler, WSGIRequestHandler):
     """One scrape."""
 
     def get_stderr(self) -> io.StringIO:
@@ -107,10 +101,10 @@ def _server(latest: Latest, port: int, uids: frozenset[int] | None) -> _Server:
 
     registry = CollectorRegistry()
     registry.register(latest)
-    metrics, hosts = make_wsgi_app(registry), allowed_hosts(LOOPBACK)
+    metrics, hosts = make_wsgi_app(registry), local_http.allowed_hosts(LOOPBACK)
 
     def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:  # noqa: ANN401 - as WSGI has it
-        if is_allowed(str(environ.get("HTTP_HOST", "")), hosts):
+        if local_http.is_allowed(str(environ.get("HTTP_HOST", "")), hosts):
             answer: Iterable[bytes] = metrics(environ, start)
             return answer
         start("403 Forbidden", [("Content-Type", "text/plain")])
@@ -126,7 +120,7 @@ def readers(allowed: Iterable[str]) -> frozenset[int] | None:
 
     None where all of this machine may.
     """
-    own, names = own_readers(LOOPBACK), tuple(allowed)
+    own, names = local_http.own_readers(LOOPBACK), tuple(allowed)
     return None if own is None or ALL_USERS in names else own | {user_id(name) for name in names}
 
 

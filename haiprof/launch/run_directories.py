@@ -14,17 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from haiprof.agent.job_environment import at_launch
+from haiprof.base import safe_files
 from haiprof.base.errors import UsageError
 from haiprof.base.log_addresses import run_address
 from haiprof.base.messages import print_message
 from haiprof.base.options import SHARES, Options, safe_name
-from haiprof.base.safe_files import (
-    MadeFolder,
-    find_problem,
-    let_group_read,
-    make_folder,
-    make_named_folder,
-)
 from haiprof.base.subcommand import end_child
 from haiprof.base.users import group_id
 from haiprof.base.version import __version__
@@ -80,14 +74,16 @@ def shared_identity(environ: Mapping[str, str]) -> str:
 def _make(run: RunPaths, manifest: Manifest, options: Options) -> bool:
     """Fills a temporary folder and renames it, so that no process sees half a run directory."""
     log_dir = run.root.parent
-    make_named_folder(log_dir)
-    made = MadeFolder.temporary(f".{run.root.name}.", log_dir, mode=SHARES[options.share])
+    safe_files.make_named_folder(log_dir)
+    made = safe_files.MadeFolder.temporary(
+        f".{run.root.name}.", log_dir, mode=SHARES[options.share]
+    )
     if options.admin_group:
         _let_administrators_read(made.path, options.admin_group)
     draft = RunPaths(made.path)
     traces = (draft.trace_parts,) if options.traces else ()
     for folder in (draft.boot, draft.ranks, draft.nodes, draft.report, draft.flight, *traces):
-        make_folder(folder, below=draft.root)
+        safe_files.make_folder(folder, below=draft.root)
     write_json(draft.boot_config, options.boot_json(), below=draft.root)
     write_manifest(draft, manifest)
     owner = draft.root.stat().st_uid  # ours, as this file system tells it: NFS may map users
@@ -107,7 +103,7 @@ def _let_administrators_read(folder: Path, group: str) -> None:
     why = "" if gid is not None else "there is no such group on this machine"
     try:
         if gid is not None:
-            let_group_read(folder, gid, below=folder.parent)
+            safe_files.let_group_read(folder, gid, below=folder.parent)
     except OSError as error:
         why = error.strerror or str(error)
     if why:
@@ -118,12 +114,12 @@ def _check_own(run: RunPaths, owner: int) -> None:
     """Checks that an existing run directory belongs to this user alone."""
     # Its name may have been known beforehand (Slurm's and `--run-id`), and the hook, the agents and
     # the reading commands trust what is in it.
-    problem = find_problem(run.root, owner=owner)
+    problem = safe_files.find_problem(run.root, owner=owner)
     if not problem and not run.manifest.is_file():
         problem = "is no run directory of haiprof's"
     trusted = {run.manifest, run.boot, run.ranks, run.nodes, run.control}
     for entry in () if problem else sorted(run.root.iterdir()):
-        found = find_problem(entry, owner=owner, writable=entry not in trusted)
+        found = safe_files.find_problem(entry, owner=owner, writable=entry not in trusted)
         problem = problem or (found and f"is not safe to join: {entry.name} {found}")
     if problem:
         raise UsageError(

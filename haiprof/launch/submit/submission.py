@@ -20,22 +20,7 @@ from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
 from haiprof.base.log_addresses import is_address
 from haiprof.base.options import ENV_ACTIVE, ENV_RENDEZVOUS, is_enabled, safe_name
 from haiprof.base.safe_files import create_file, make_named_folder, make_private
-from haiprof.launch.submit.engines import (
-    ENDPOINT,
-    JobSpec,
-    c10d,
-    haiprof_words,
-    jobset,
-    kubernetes_job,
-    node_words,
-    own_torchrun,
-    ray_driver,
-    sbatch_options,
-    sbatch_script,
-    skypilot,
-    srun_options,
-    trainjob,
-)
+from haiprof.launch.submit import engines
 from haiprof.run_format.boot import remove_run
 from haiprof.run_format.layout import RunPaths
 
@@ -67,7 +52,9 @@ class SubmittedJob:
         }  # fmt: skip
 
 
-def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> SubmittedJob:
+def start_local(
+    spec: engines.JobSpec, environ: Mapping[str, str], *, log_dir: Path
+) -> SubmittedJob:
     """Starts a job, and waits until it runs."""
     if spec.nodes > 1:
         raise UsageError(
@@ -98,21 +85,23 @@ def start_local(spec: JobSpec, environ: Mapping[str, str], *, log_dir: Path) -> 
     return job
 
 
-def check_script(spec: JobSpec) -> None:
+def check_script(spec: engines.JobSpec) -> None:
     """Whether the script is there."""
     if not spec.module and spec.is_python and not Path(spec.program).is_file():
         raise UsageError(f"{spec.program}: no such file", hint="haiprof submit SCRIPT.py")
 
 
-def local_words(spec: JobSpec) -> list[str]:
+def local_words(spec: engines.JobSpec) -> list[str]:
     """The command: torchrun where a number of ranks is asked for, else the program alone."""
     if spec.is_python and (spec.ranks_per_node or spec.gpus_per_node):
-        return node_words(spec, rendezvous=(), haiprof=list(spec.haiprof), torchrun=own_torchrun())
+        return engines.node_words(
+            spec, rendezvous=(), haiprof=list(spec.haiprof), torchrun=engines.own_torchrun()
+        )
     program = ["-m", spec.program] if spec.module else [spec.program]
-    return [*spec.haiprof, *haiprof_words(spec), "--", *program, *spec.arguments]
+    return [*spec.haiprof, *engines.haiprof_words(spec), "--", *program, *spec.arguments]
 
 
-def _start(spec: JobSpec, environ: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _start(spec: engines.JobSpec, environ: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     try:
         make_named_folder(log.parent)
         with os.fdopen(create_file(log, below=log.parent), "wb") as file:
@@ -125,7 +114,7 @@ def _start(spec: JobSpec, environ: Mapping[str, str], log: Path) -> subprocess.P
         raise UsageError(f"cannot start into {log}: {error.strerror or error}") from None
 
 
-def _environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+def _environment(spec: engines.JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """The job's environment; it is a job of its own, also where this one is recorded."""
     passed = {name: value for name, value in environ.items() if name != ENV_ACTIVE}
     active = environ.get(ENV_ACTIVE)
@@ -162,7 +151,7 @@ _FIELD = re.compile(r"(\w+)=(\S*)")
 class NodeTask:
     """What submitit carries to each node, and calls there."""
 
-    spec: JobSpec
+    spec: engines.JobSpec
     haiprof: tuple[str, ...]
     torchrun: str
 
@@ -170,8 +159,8 @@ class NodeTask:
         """Runs haiprof on this node."""
         if not self._requeues:
             _ignore_usr2()  # submitit asks Slurm for it 90 s before the limit, to requeue
-        meeting = c10d(os.environ[ENV_RENDEZVOUS], os.environ["SLURM_JOB_ID"])
-        words = node_words(
+        meeting = engines.c10d(os.environ[ENV_RENDEZVOUS], os.environ["SLURM_JOB_ID"])
+        words = engines.node_words(
             self.spec, rendezvous=meeting, haiprof=self.haiprof, torchrun=self.torchrun
         )
         own = {ENV_ACTIVE, ENV_RENDEZVOUS, "SUBMITIT_EXECUTOR", "SUBMITIT_FOLDER"}
@@ -215,7 +204,7 @@ def slurm_status(job: str) -> int | None:
     return int(code or 0) or int(fields["JobState"] != "COMPLETED")
 
 
-def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SubmittedJob:
+def submit_slurm(spec: engines.JobSpec, *, log_dir: Path) -> SubmittedJob:
     """Submits a job; its target is named as `run_directories` will name its run."""
     check_script(spec)
     check_torchrun(spec)
@@ -229,7 +218,7 @@ def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SubmittedJob:
     if "%" in str(folder):
         raise UsageError(f"{folder}: Slurm reads % in the names of logs", hint="another --log-dir")
     executor, failed = _executor(folder)
-    task = NodeTask(spec, haiprof=spec.haiprof, torchrun=own_torchrun())
+    task = NodeTask(spec, haiprof=spec.haiprof, torchrun=engines.own_torchrun())
     try:
         # For submitit's files, which hold the job's true command and environment, and are executed
         # by the nodes (pickle): nobody else may read them, or write there. Not by umask: sbatch
@@ -251,7 +240,7 @@ def submit_slurm(spec: JobSpec, *, log_dir: Path) -> SubmittedJob:
     )  # fmt: skip
 
 
-def check_torchrun(spec: JobSpec) -> None:
+def check_torchrun(spec: engines.JobSpec) -> None:
     """Whether torchrun can start the program on each node."""
     if not spec.is_python:
         raise UsageError(
@@ -291,17 +280,17 @@ def _outside_jobs() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _parameters(spec: JobSpec, folder: Path) -> dict[str, Any]:
+def _parameters(spec: engines.JobSpec, folder: Path) -> dict[str, Any]:
     """By the names that submitit has, so that it knows them too; the rest as Slurm's."""
     limit_s = spec.time_limit_s
     own = {"job-name", "nodes", "ntasks-per-node", "open-mode"}
-    options = {k: v or True for k, v in sbatch_options(spec).items() if k not in own}
+    options = {k: v or True for k, v in engines.sbatch_options(spec).items() if k not in own}
     return {
         "job_name": spec.name, "nodes": spec.nodes, "ntasks_per_node": 1,
         "time": None if limit_s is None else max(1, limit_s // 60),
         "wckey": None, "stderr_to_stdout": True,
-        "setup": [f"export {ENV_RENDEZVOUS}={ENDPOINT}"],
-        "srun_args": [*srun_options(spec), "--output", str(folder / "%j.log"),
+        "setup": [f"export {ENV_RENDEZVOUS}={engines.ENDPOINT}"],
+        "srun_args": [*engines.srun_options(spec), "--output", str(folder / "%j.log"),
                       "--open-mode=append"],
         "additional_parameters": options,
     }  # fmt: skip
@@ -331,24 +320,25 @@ ENGINES = {"local": frozenset[str](), "slurm": _SLURM}
 class Form:
     """What `--emit` can print."""
 
-    text: Callable[[JobSpec], str]
+    text: Callable[[engines.JobSpec], str]
     takes: frozenset[str]
     next: str  # the next command for the user
 
 
 FORMS = {
-    "slurm": Form(sbatch_script, _SLURM, "sbatch FILE"),
-    "kubernetes": Form(kubernetes_job, _PODS, "kubectl apply -f FILE"),
-    "jobset": Form(jobset, _PODS, "kubectl apply -f FILE"),
-    "trainjob": Form(trainjob, frozenset({"cpus_per_node", "image"}), "kubectl apply -f FILE"),
-    "ray": Form(ray_driver, frozenset({"cpus_per_node"}),
+    "slurm": Form(engines.sbatch_script, _SLURM, "sbatch FILE"),
+    "kubernetes": Form(engines.kubernetes_job, _PODS, "kubectl apply -f FILE"),
+    "jobset": Form(engines.jobset, _PODS, "kubectl apply -f FILE"),
+    "trainjob": Form(engines.trainjob, frozenset({"cpus_per_node", "image"}),
+                     "kubectl apply -f FILE"),
+    "ray": Form(engines.ray_driver, frozenset({"cpus_per_node"}),
                 "ray job submit --working-dir . -- python FILE"),
-    "skypilot": Form(skypilot, frozenset({"gpu_type", "cpus_per_node", "requeue", "image"}),
+    "skypilot": Form(engines.skypilot, frozenset({"gpu_type", "cpus_per_node", "requeue", "image"}),
                      "sky launch FILE"),
 }  # fmt: skip
 
 
-def check_engine(spec: JobSpec, name: str, takes: frozenset[str]) -> None:
+def check_engine(spec: engines.JobSpec, name: str, takes: frozenset[str]) -> None:
     """Checks that an engine supports all options of a job."""
     for field, flag in _FLAGS.items():
         if getattr(spec, field) and field not in takes:
@@ -359,7 +349,7 @@ def check_engine(spec: JobSpec, name: str, takes: frozenset[str]) -> None:
             )
 
 
-def emit(spec: JobSpec, form: str) -> str:
+def emit(spec: engines.JobSpec, form: str) -> str:
     """A job in an engine's own language."""
     if form not in FORMS:
         raise UsageError(f"--emit {form}: no such form", hint=f"one of {', '.join(FORMS)}")
@@ -369,7 +359,7 @@ def emit(spec: JobSpec, form: str) -> str:
 
 
 def submit_job(
-    spec: JobSpec, on: str, environ: Mapping[str, str], *, log_dir: Path
+    spec: engines.JobSpec, on: str, environ: Mapping[str, str], *, log_dir: Path
 ) -> SubmittedJob:
     """Gives a job to an engine."""
     if on not in ENGINES:
