@@ -106,9 +106,6 @@ def sleepers() -> Iterator[list[int]]:
             os.kill(pid, signal.SIGKILL)
 
 
-# -- finding nsys -----------------------------------------------------------------------------
-
-
 def test_nsys_is_found_by_variable_then_path_then_newest_installed(tmp_path: Path) -> None:
     mine = install(tmp_path / "mine")
     on_path = install(tmp_path / "path")
@@ -129,9 +126,6 @@ def test_nsys_that_is_nowhere_is_said_with_where_it_was_looked_for(tmp_path: Pat
     named = find_nsys({"PATH": "", "HAIPROF_NSYS": "/no/nsys"}, root=tmp_path)
     assert isinstance(named, Refusal)
     assert "/no/nsys" in named.reason
-
-
-# -- asking it --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -198,9 +192,6 @@ def test_burst_needs_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_burst_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="burst"):
         Options(burst=True, **wrong)
-
-
-# -- one burst --------------------------------------------------------------------------------
 
 
 def test_burst_samples_exports_and_leaves_only_its_files(tmp_path: Path, node: NodePaths) -> None:
@@ -292,9 +283,6 @@ def test_limit_grows_with_gpus_samples_and_time() -> None:
     assert limit_bytes(SHORT, 1) < limit_bytes(SHORT, 8) < limit_bytes(Options(), 8) < 4 << 30
 
 
-# -- when the job trains ----------------------------------------------------------------------
-
-
 def test_training_is_seen_by_its_spans_not_by_evaluation(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     write_rank(run, spans_of("D E D E"))
@@ -309,9 +297,6 @@ def test_training_is_seen_by_its_spans_not_by_evaluation(tmp_path: Path) -> None
         file.write(packed(spans_of("D F " * 3000)) + packed(spans_of("O")))
     assert has_trained(phases)
     assert not has_trained(tmp_path / "none")
-
-
-# -- the launcher -----------------------------------------------------------------------------
 
 
 def launch(tmp_path: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -235,9 +235,6 @@ def test_memory_stays_bounded_for_a_large_trace(run: RunPaths) -> None:
     assert part.trace.exists()
 
 
-# -- the launcher's half --------------------------------------------------------------------------
-
-
 def test_tick_starts_nothing_without_parts(finisher: Finisher) -> None:
     finisher.tick()
     assert finisher.is_settled()

@@ -174,9 +174,6 @@ def test_entity_that_comes_up_later_has_its_name(tmp_path: Path) -> None:
     assert labels["entity"] == "gpu 1"
 
 
-# -- a real launcher --------------------------------------------------------------------------
-
-
 @pytest.fixture
 def port() -> int:
     """One that is free now."""

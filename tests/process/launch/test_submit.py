@@ -83,9 +83,6 @@ def pods_of(text: str) -> dict[str, Any]:
     return pod
 
 
-# -- what a node runs -----------------------------------------------------------------------------
-
-
 def test_options_of_all_places_are_passed_on_each_once(tmp_path: Path) -> None:
     project = tmp_path / "pyproject.toml"
     project.write_text('[tool.haiprof]\ntime = 1\nlog-dir = "/shared/logs"\n')
@@ -124,9 +121,6 @@ def test_torchrun_leaves_the_scripts_arguments_alone(module: bool) -> None:
     parsed = parse_args(["--nnodes=2", *script_words(spec)])  # type: ignore[no-untyped-call]
     words = macros.substitute([parsed.training_script, *parsed.training_script_args], "7")
     assert (words, parsed.module) == ([spec.program, *HOSTILE], module)
-
-
-# -- Slurm's script -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -255,9 +249,6 @@ def test_task_of_a_node_outlives_submitits_signal_and_ends_as_the_job(tmp_path: 
     assert done.returncode == 7, done.stderr
     assert done.stdout.startswith("x y/ -- torchrun --nnodes=2 --nproc-per-node=1 ")
     assert "--rdzv-endpoint=n1:20007 --rdzv-id=7 -- train.py" in done.stdout
-
-
-# -- pods, Ray, SkyPilot --------------------------------------------------------------------------
 
 
 def expanded(word: str, variables: dict[str, str]) -> str:
@@ -423,9 +414,6 @@ def test_yaml_comes_back_as_it_was(value: dict[str, Any]) -> None:
     assert yaml.safe_load(yaml_text(value)) == value
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -499,9 +487,6 @@ def test_emit_prints_the_file_and_nothing_else(
     assert not list(tmp_path.iterdir())
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["next"] == FORMS["slurm"].next
-
-
-# -- real jobs ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -124,9 +124,6 @@ def take(device: Device, size: int) -> Block:
     return block
 
 
-# -- beside the steps ------------------------------------------------------------------------------
-
-
 def test_steps_are_noted_with_what_they_begin_with(device: Device) -> None:
     memory = device.memory()
     for step in range(3):
@@ -202,9 +199,6 @@ def test_shapes_are_bounded() -> None:
     many = [Tensor(2, 3)] * 100
     assert input_shapes((many, {"a": many}), {}, Tensor) == (((2, 3),) * 8, 48)
     assert input_shapes((1, None, "x", object()), {}, Tensor) == ((), 0)
-
-
-# -- an allocation that fails ----------------------------------------------------------------------
 
 
 def test_failure_is_noted_with_counts_place_and_batch(device: Device, tmp_path: Path) -> None:

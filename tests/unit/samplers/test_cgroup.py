@@ -346,9 +346,6 @@ def test_throttled_ratio_is_the_share_of_periods(tmp_path: Path) -> None:
     assert cores.select("value", "unit").rows() == [(3.0, "cores"), (0.0, "cores"), (2.0, "cores")]
 
 
-# -- this machine -------------------------------------------------------------------------------
-
-
 def test_cgroup_on_this_machine_agrees_with_its_own_files() -> None:
     sampler = CgroupSampler(Node())
     if any(m.metric == ALL_METRICS for m in sampler.open()):

@@ -150,9 +150,6 @@ def test_gpu_bus_id_is_that_of_sysfs() -> None:
     assert sysfs_bus_id("0000:0F:00.0") == "0000:0f:00.0"
 
 
-# -- without a driver, or with parts of one -------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "word", "remedy"),
     [
@@ -226,9 +223,6 @@ def test_gpu_memory_of_a_driver_before_510_says_that_it_counts_what_is_reserved(
     row = driver.after(SECOND)
     assert row["memory_used_bytes"] == (2 << 30) + (600 << 20)
     assert row["memory_reserved_bytes"] is None
-
-
-# -- refusals -------------------------------------------------------------------------------------
 
 
 def test_gpu_unsupported_metric_is_null_said_once_and_not_asked_again() -> None:
@@ -351,9 +345,6 @@ def test_gpu_that_gives_no_handle_is_named_and_the_others_are_read() -> None:
     assert row["gpu"] == 1
 
 
-# -- links ----------------------------------------------------------------------------------------
-
-
 def test_gpu_pcie_without_gpm_is_only_given_by_counters_known_to_be_wide() -> None:
     gpu = FakeGpu(gpm_supported=0)
     driver = Driver(gpu)
@@ -400,9 +391,6 @@ def test_gpu_without_nvlink_says_so(one: Driver) -> None:
     missing = reasons(one.open())
     assert missing["nvlink_transmit_bytes"] == "gpu 0: NVML field 138: Not Supported"
     assert one.after(SECOND)["nvlink_transmit_bytes"] is None
-
-
-# -- GPM ------------------------------------------------------------------------------------------
 
 
 def test_gpm_ratio_is_that_of_two_samples_far_enough_apart(one: Driver) -> None:
@@ -528,9 +516,6 @@ def test_gpu_with_mig_names_what_cannot_be_measured_of_the_whole() -> None:
     assert driver.sampler.header()["entities"][0]["mig"] is True  # type: ignore[index]
 
 
-# -- doctor, close, XID ---------------------------------------------------------------------------
-
-
 def test_gpu_states_give_every_column_with_a_value_or_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -625,9 +610,6 @@ def test_xid_reaches_the_events_file_with_its_own_time(tmp_path: Path) -> None:
     found = [line for line in read_lines(run.node("node1").events)[0] if line["type"] == "xid"]
     expected = {"type": "xid", "gpu": 0, "xid": 48, "time_ns": driver.now, "source": "gpu"}
     assert found == [expected]
-
-
-# -- pace -----------------------------------------------------------------------------------------
 
 
 class SimulatedSecond(threading.Event):

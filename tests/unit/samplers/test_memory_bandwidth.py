@@ -54,9 +54,6 @@ def reasons(missing: list[Missing]) -> dict[str, str]:
     return {each.metric: each.reason for each in missing}
 
 
-# -- resctrl ------------------------------------------------------------------------------------
-
-
 def monitored(
     tree: FakeTree, total: Mapping[int, object], local: Mapping[int, object], group: str = ""
 ) -> None:
@@ -155,9 +152,6 @@ def test_resctrl_without_a_readable_total_gives_way_to_uncore(tree: FakeTree) ->
     pmu(tree, "uncore_imc_0", 20)
     sampler, _ = opened_on(tree)
     assert names(sampler) == ["socket 0 (uncore)", "socket 1 (uncore)"]
-
-
-# -- uncore: Intel ------------------------------------------------------------------------------
 
 
 def intel(tree: FakeTree, channel_count: int = 2, events: Mapping[str, str] | None = None) -> None:
@@ -286,9 +280,6 @@ def test_uncore_event_that_does_not_fit_the_pmu_is_unsupported(tree: FakeTree) -
     assert missing.status == "unsupported"
 
 
-# -- uncore: AMD and Grace ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "model", "link", "link_count"), [(25, 17, 0xB5F, 8), (26, 2, 0xD5F, 6)]
 )
@@ -352,9 +343,6 @@ def test_uncore_of_grace_counts_beats_and_bytes(tree: FakeTree) -> None:
     first, second = sampled(sampler)
     assert first["total_bytes"] == 0
     assert (second["read_bytes"], second["write_bytes"], second["remote_bytes"]) == (320, 100, 37)
-
-
-# -- neither ------------------------------------------------------------------------------------
 
 
 def test_bandwidth_that_is_denied_names_the_sysctl_and_both_remedies(tree: FakeTree) -> None:

@@ -50,9 +50,6 @@ def counter(
     return counted
 
 
-# -- counts and their scaling -------------------------------------------------------------------
-
-
 def test_counter_that_always_ran_is_exact(tree: FakeTree) -> None:
     perf, share = FakePerf(tree), Share()
     counted = counter(perf, share)
@@ -115,9 +112,6 @@ def test_counter_that_the_kernel_took_away_is_missing(tree: FakeTree) -> None:
         counter(Ended(tree)).read()
 
 
-# -- what a refusal means -----------------------------------------------------------------------
-
-
 def why(tree: FakeTree, code: int, *, allowing: int = 2, virtual: str = "") -> Unavailable:
     error = OSError(code, os.strerror(code))
     return refusal(error, RAW, tree.root, allowing=allowing, virtual=virtual)
@@ -156,9 +150,6 @@ def test_paranoid_that_cannot_be_read_is_null(tree: FakeTree) -> None:
     assert "not shown" in why(tree, errno.EACCES).reason
 
 
-# -- which machine this is ----------------------------------------------------------------------
-
-
 def test_cpu_is_read_from_cpuinfo_of_x86_and_arm(tree: FakeTree) -> None:
     cpu(tree, "GenuineIntel", 6, 143, flags="fpu hypervisor")
     intel = read_cpu(tree.root)
@@ -184,9 +175,6 @@ def test_machine_with_a_core_pmu_is_told_from_one_without(tree: FakeTree) -> Non
     assert "virtual machine has no hardware PMU" in no_core_pmu(tree.root, read_cpu(tree.root))
     tree.write("sys/bus/event_source/devices/cpu/type", "4\n")
     assert no_core_pmu(tree.root, read_cpu(tree.root)) == ""
-
-
-# -- this machine -------------------------------------------------------------------------------
 
 
 def live(event: Event) -> ScaledSum:

@@ -244,9 +244,6 @@ def test_pages_are_drawn_from_every_part_of_private_writable_memory() -> None:
     assert len(set(drawn)) == 8
 
 
-# -- this machine ------------------------------------------------------------------------------
-
-
 def needs_move_pages() -> None:
     try:
         move_pages(0, ())

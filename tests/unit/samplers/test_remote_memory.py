@@ -225,9 +225,6 @@ def test_rank_counts_that_took_turns_are_marked(tree: FakeTree, run: RunPaths) -
     assert (row["instruction_count"], row["counted_ratio"]) == (1000, 0.5)
 
 
-# -- what cannot be counted ---------------------------------------------------------------------
-
-
 def test_event_that_this_cpu_lacks_leaves_the_others(tree: FakeTree, run: RunPaths) -> None:
     perf = FakePerf(tree, known={(TYPE_HARDWARE, 0), (TYPE_HARDWARE, 1), (TYPE_RAW, NEAR)})
     sampler = sampler_of(tree, run, perf)
