@@ -89,12 +89,9 @@ def test_hang_is_looked_at_and_the_result_is_kept(
     run: RunPaths, capfd: pytest.CaptureFixture[str]
 ) -> None:
     answer = {
-        "ranks": [{"rank": 3}],
-        "path": "s.json",
-        "moves": False,
-        "saving": [],
+        "ranks": [{"rank": 3}], "path": "s.json", "moves": False, "saving": [],
         "suspects": [SUSPECT],
-    }
+    }  # fmt: skip
     node = Node(run, "a", answer)
     node.notice(HANG)
     node.settle()
@@ -147,12 +144,8 @@ def test_two_nodes_react_once_and_again_after_a_pause_but_not_a_third_time(run: 
 
 def test_rank_that_saves_is_not_accused(run: RunPaths) -> None:
     answer = {
-        "ranks": [{"rank": 3}],
-        "path": "s",
-        "moves": False,
-        "saving": [3],
-        "suspects": [SUSPECT],
-    }
+        "ranks": [{"rank": 3}], "path": "s", "moves": False, "saving": [3], "suspects": [SUSPECT],
+    }  # fmt: skip
     node = Node(run, "a", answer)
     node.notice(HANG)
     node.settle()

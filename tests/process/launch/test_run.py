@@ -18,14 +18,9 @@ HAIPROF = [sys.executable, "-m", "haiprof"]
 
 def run(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*HAIPROF, *words],
-        cwd=cwd,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        [*HAIPROF, *words], cwd=cwd, env={**os.environ, **environ}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
 
 
 def runs(folder: Path) -> list[Path]:

@@ -185,13 +185,9 @@ def port() -> int:
 @contextlib.contextmanager
 def launched(folder: Path, *words: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [*HAIPROF, *words],
-        cwd=folder,
-        env={**os.environ, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [*HAIPROF, *words], cwd=folder, env={**os.environ, **environ}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
         yield process
     finally:

@@ -437,12 +437,9 @@ def test_yaml_comes_back_as_it_was(value: dict[str, Any]) -> None:
     ],
 )
 def test_what_cannot_be_is_one_clear_error(
-    words: list[str],
-    part: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     assert main(["submit", *words]) == 2
@@ -500,12 +497,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def submitted(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [PYTHON, "-m", "haiprof", "submit", *words],
-        env=environment(variables),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+        [PYTHON, "-m", "haiprof", "submit", *words], env=environment(variables),
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
 
 
 def arguments_in(text: str) -> list[list[str]]:
@@ -517,12 +511,9 @@ def arguments_in(text: str) -> list[list[str]]:
 def test_job_outlives_who_submitted_it(work: Path) -> None:
     words = [PYTHON, "-m", "haiprof", "submit", "train.py", "--wait", "--nproc-per-node", "2"]
     submitter = subprocess.Popen(
-        [*words, "--", *HOSTILE],
-        env=environment({"STEPS": "150"}),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+        [*words, "--", *HOSTILE], env=environment({"STEPS": "150"}), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
     logs = work / "haiprof-logs"
     within(90, lambda: logs.is_dir() and find_runs(logs))
     run = RunPaths(find_runs(logs)[0])

@@ -78,11 +78,8 @@ def jobs() -> Iterator[list[Job]]:
 def haiprof(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "haiprof", "--log-dir", str(tmp_path / "logs"), "--quiet", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("status", first_of([0, 1, 7, 255], 7))
@@ -158,12 +155,8 @@ def test_terminal_reaches_the_job_once(
 def test_stdin_belongs_to_the_job(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "haiprof", "--log-dir", str(tmp_path), "--quiet", "cat"],
-        input="hello",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        input="hello", capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
     assert done.stdout == "hello"
 
 

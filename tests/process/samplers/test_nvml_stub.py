@@ -62,34 +62,21 @@ def test_stub_values_come_through_the_binding_in_base_units(library: Path) -> No
     assert told["header"]["driver"] == "580.159.04"
     first, last = told["samples"][0][1], told["samples"][-1][1]
     expected = {
-        "utilization_ratio": 0.41,
-        "memory_busy_ratio": 0.07,
-        "memory_used_bytes": 5 << 30,
-        "memory_reserved_bytes": 1 << 30,
-        "memory_total_bytes": 80 << 30,
-        "power_watts": 500.0,
-        "power_instant_watts": 510.0,
-        "sm_clock_hz": 1_755_000_000,
-        "memory_clock_hz": 2_619_000_000,
-        "temperature_celsius": 50.0,
-        "memory_temperature_celsius": 60.0,
-        "throttle_reasons": 0x24,
-        "throttle_hw_thermal_ns": 0,
-        "sm_active_ratio": 0.02,
-        "dram_active_ratio": 0.1,
-        "fp16_active_ratio": None,
-    }
+        "utilization_ratio": 0.41, "memory_busy_ratio": 0.07, "memory_used_bytes": 5 << 30,
+        "memory_reserved_bytes": 1 << 30, "memory_total_bytes": 80 << 30, "power_watts": 500.0,
+        "power_instant_watts": 510.0, "sm_clock_hz": 1_755_000_000,
+        "memory_clock_hz": 2_619_000_000, "temperature_celsius": 50.0,
+        "memory_temperature_celsius": 60.0, "throttle_reasons": 0x24, "throttle_hw_thermal_ns": 0,
+        "sm_active_ratio": 0.02, "dram_active_ratio": 0.1, "fp16_active_ratio": None,
+    }  # fmt: skip
     assert {name: last[name] for name in expected} == pytest.approx(expected)
     assert why(told)["fp16_active_ratio"][0] == "gpu 1: GPM metric 13: Not Supported"
     seconds = (last["time_ns"] - first["time_ns"]) / 1e9
     growth = {
-        "energy_joules": 500,
-        "throttle_power_ns": 0.25e9,
-        "nvlink_transmit_bytes": 1 << 30,
-        "nvlink_receive_bytes": 2 << 30,
-        "pcie_transmit_bytes": (64 * 20) << 20,
+        "energy_joules": 500, "throttle_power_ns": 0.25e9, "nvlink_transmit_bytes": 1 << 30,
+        "nvlink_receive_bytes": 2 << 30, "pcie_transmit_bytes": (64 * 20) << 20,
         "pcie_receive_bytes": (64 * 21) << 20,
-    }
+    }  # fmt: skip
     for name, per_second in growth.items():
         assert (last[name] - first[name]) / seconds == pytest.approx(per_second, rel=0.2), name
 
@@ -98,16 +85,11 @@ def test_stub_health_comes_through_the_binding(library: Path) -> None:
     told = session(library)["gpu_health"]
     (row,) = told["samples"][-1]
     expected = {
-        "ecc_volatile_corrected_count": 3,
-        "ecc_aggregate_uncorrected_count": 6,
-        "pcie_replay_count": 94,
-        "remap_failure_count": None,
-        "pcie_generation": 5,
-        "pcie_lane_max_count": 16,
-        "power_limit_watts": 700.0,
-        "temperature_shutdown_celsius": 92.0,
+        "ecc_volatile_corrected_count": 3, "ecc_aggregate_uncorrected_count": 6,
+        "pcie_replay_count": 94, "remap_failure_count": None, "pcie_generation": 5,
+        "pcie_lane_max_count": 16, "power_limit_watts": 700.0, "temperature_shutdown_celsius": 92.0,
         "temperature_margin_celsius": None,
-    }
+    }  # fmt: skip
     assert {name: row[name] for name in expected} == expected
     assert why(told)["remap_failure_count"][1] == "unsupported"
     reason, status, remedy = why(told)["temperature_margin_celsius"]

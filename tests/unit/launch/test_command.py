@@ -166,16 +166,11 @@ def test_options_of_a_script_stay_its_own_below_a_program_with_a_path(
 
 
 def test_published_environment_keeps_its_meaning() -> None:
-    values = options_from_environment(
-        {
-            "HAIPROF_TIME": "120",
-            "HAIPROF_WARMUP": "5",
-            "HAIPROF_TRACE": "0",
-            "HAIPROF_RECORDERS": "basic,gpu",
-            "HAIPROF_GPU_INTERVAL": "2",
-            "MARSV2_LOG_DIR": "/marsv2/log/7",
-        }
-    )
+    values = options_from_environment({
+        "HAIPROF_TIME": "120", "HAIPROF_WARMUP": "5", "HAIPROF_TRACE": "0",
+        "HAIPROF_RECORDERS": "basic,gpu", "HAIPROF_GPU_INTERVAL": "2",
+        "MARSV2_LOG_DIR": "/marsv2/log/7",
+    })  # fmt: skip
     options = merge_options(values)
     assert options == Options(
         time_s=120,

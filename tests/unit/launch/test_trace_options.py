@@ -33,25 +33,11 @@ def test_hook_finds_the_whole_window_in_its_config(tmp_path: Path) -> None:
     options = Options(log_dir=tmp_path, steps=(100, 105), trace_stacks=True)
     run, manifest, _ = create_run(options, command=["t"], name="t", environ={})
     assert json.loads(run.boot_config.read_text())["trace"] == {
-        "steps": [100, 105],
-        "count": 5,
-        "time_s": 0.0,
-        "warmup_s": 0.0,
-        "stacks": True,
-        "shapes": False,
-        "memory": False,
-        "flops": False,
-        "modules": False,
-        "sync": False,
-        "lines": False,
-        "execution_trace": False,
-        "repeat": 1,
-        "repeat_every": 50,
-        "keep_slow": False,
-        "slow_ratio": 1.5,
-        "slow_cost": 0.05,
-        "limit_bytes": 1_000_000_000,
-    }
+        "steps": [100, 105], "count": 5, "time_s": 0.0, "warmup_s": 0.0, "stacks": True,
+        "shapes": False, "memory": False, "flops": False, "modules": False, "sync": False,
+        "lines": False, "execution_trace": False, "repeat": 1, "repeat_every": 50,
+        "keep_slow": False, "slow_ratio": 1.5, "slow_cost": 0.05, "limit_bytes": 1_000_000_000,
+    }  # fmt: skip
     assert run.trace_parts.is_dir()
     assert manifest.options["steps"] == "100:105"
     assert manifest.options["trace"] is True

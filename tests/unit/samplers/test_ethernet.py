@@ -25,20 +25,12 @@ from haiprof.run_format.tables import ETHERNET
 from tests.unit.samplers.records import Row, opened, rows
 
 MLX5 = {
-    "rx_packets": 1,
-    "rx_prio0_pause": 2,
-    "rx_prio3_pause": 40,
-    "rx_prio3_pause_duration": 7,
-    "rx_prio3_pause_transition": 999,
-    "tx_global_pause": 3,
-    "tx_global_pause_duration": 5,
-    "rx_discards_phy": 11,
-    "tx_pause_storm_warning_events": 1,
-    "rx_out_of_buffer": 4,
-    "rx0_out_of_buffer": 999,
-    "rx_vport_rdma_unicast_bytes": 1 << 40,
+    "rx_packets": 1, "rx_prio0_pause": 2, "rx_prio3_pause": 40, "rx_prio3_pause_duration": 7,
+    "rx_prio3_pause_transition": 999, "tx_global_pause": 3, "tx_global_pause_duration": 5,
+    "rx_discards_phy": 11, "tx_pause_storm_warning_events": 1, "rx_out_of_buffer": 4,
+    "rx0_out_of_buffer": 999, "rx_vport_rdma_unicast_bytes": 1 << 40,
     "tx_vport_rdma_unicast_bytes": (1 << 64) - 1,
-}
+}  # fmt: skip
 BNXT = {"rx_pfc_ena_frames_pri3": 5, "rx_pause_frames": 1, "pfc_pri3_rx_duration_us": 2,
         "rx_stat_discard": 6}  # fmt: skip
 
@@ -108,15 +100,10 @@ def test_ethernet_adds_up_priorities_in_base_units(kernel: FakeKernel) -> None:
     missing = {m.metric: m for m in sampler.open()}
     row = samples(sampler)[7]
     assert {k: v for k, v in row.items() if k in COLUMNS and v is not None} == {
-        "receive_pause_count": 42,
-        "transmit_pause_count": 3,
-        "receive_pause_ns": 7000,
-        "transmit_pause_ns": 5000,
-        "pause_storm_warning_count": 1,
-        "receive_discard_count": 11,
-        "out_of_buffer_count": 4,
-        "rdma_receive_bytes": 1 << 40,
-    }
+        "receive_pause_count": 42, "transmit_pause_count": 3, "receive_pause_ns": 7000,
+        "transmit_pause_ns": 5000, "pause_storm_warning_count": 1, "receive_discard_count": 11,
+        "out_of_buffer_count": 4, "rdma_receive_bytes": 1 << 40,
+    }  # fmt: skip
     assert missing["pause_storm_error_count"].status == "unsupported"
     assert "rdma_transmit_bytes" in missing  # beyond 63 bits: damage, not a number
 

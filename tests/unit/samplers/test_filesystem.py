@@ -61,25 +61,14 @@ def test_nfs_counts_come_in_base_units(ticking: Ticking) -> None:
     }
     row = ticking.sample()["/data"]
     assert {k: v for k, v in row.items() if k not in ("time_ns", "read_ns", "mount_index")} == {
-        "read_bytes": 31,
-        "write_bytes": 42,
-        "server_read_bytes": 500,
-        "server_write_bytes": 600,
-        "server_read_count": 100,
-        "server_write_count": 10,
-        "metadata_count": 10,
-        "server_read_rtt_ns": 500_000_000,
-        "server_read_execute_ns": 700_000_000,
-        "server_read_queue_ns": 40_000_000,
-        "server_write_rtt_ns": 50_000_000,
-        "server_write_execute_ns": 70_000_000,
-        "server_write_queue_ns": 4_000_000,
-        "metadata_execute_ns": 30_000_000,
-        "metadata_rtt_ns": 20_000_000,
-        "metadata_queue_ns": 0,
-        "retransmission_count": 3,
-        "timeout_count": 2,
-    }
+        "read_bytes": 31, "write_bytes": 42, "server_read_bytes": 500, "server_write_bytes": 600,
+        "server_read_count": 100, "server_write_count": 10, "metadata_count": 10,
+        "server_read_rtt_ns": 500_000_000, "server_read_execute_ns": 700_000_000,
+        "server_read_queue_ns": 40_000_000, "server_write_rtt_ns": 50_000_000,
+        "server_write_execute_ns": 70_000_000, "server_write_queue_ns": 4_000_000,
+        "metadata_execute_ns": 30_000_000, "metadata_rtt_ns": 20_000_000, "metadata_queue_ns": 0,
+        "retransmission_count": 3, "timeout_count": 2,
+    }  # fmt: skip
 
 
 def test_nfs_server_mounted_at_two_places_is_counted_once(ticking: Ticking) -> None:

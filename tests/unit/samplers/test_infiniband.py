@@ -62,12 +62,9 @@ _END = (1 << 32) - 1
     ],
 )
 def test_infiniband_file_that_is_odd_leaves_the_others(
-    rdma: FakeRdma,
-    sent: int,
-    received: int | str,
-    extended: tuple[int, int] | None,
+    rdma: FakeRdma, sent: int, received: int | str, extended: tuple[int, int] | None,
     expected: tuple[int | None, int | None],
-) -> None:
+) -> None:  # fmt: skip
     rdma.put(FakePort(pma={"port_xmit_data": sent, "port_rcv_data": received}))
     folder = rdma.root / "sys/class/infiniband/mlx5_0/ports/1/counters_ext"
     for name, words in zip(("xmit", "rcv"), extended or (), strict=False):
@@ -124,16 +121,10 @@ def test_infiniband_of_other_vendors_uses_their_names_and_says_what_they_lack(
     named = {name: {k: v for k, v in row.items() if v is not None and k.endswith(("_bytes",
              "_count"))} for name, row in seen.items()}  # fmt: skip
     assert named["mana_0/1"] == {
-        "transmit_bytes": 8,
-        "receive_bytes": 9,
-        "cnp_handled_count": 7,
-        "out_of_sequence_count": 4,
-        "packet_sequence_error_count": 2,
-        "ack_timeout_count": 1,
-        "rnr_nak_count": 3,
-        "implied_nak_count": 6,
-        "duplicate_request_count": 5,
-    }
+        "transmit_bytes": 8, "receive_bytes": 9, "cnp_handled_count": 7, "out_of_sequence_count": 4,
+        "packet_sequence_error_count": 2, "ack_timeout_count": 1, "rnr_nak_count": 3,
+        "implied_nak_count": 6, "duplicate_request_count": 5,
+    }  # fmt: skip
     assert named["rdmap0s31/1"] == {
         "transmit_bytes": 1,
         "receive_bytes": 2,

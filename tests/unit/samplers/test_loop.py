@@ -88,13 +88,9 @@ def record(number: int) -> bytes:
 
 
 def loop_for(
-    run: RunPaths,
-    recorder: tuple[str, ...] = ("host",),
-    *,
-    interval_s: float = 0.1,
-    samplers: Sequence[TableSampler] | None = None,
-    nvml: FakeNvml | None = None,
-) -> SamplingLoop:
+    run: RunPaths, recorder: tuple[str, ...] = ("host",), *, interval_s: float = 0.1,
+    samplers: Sequence[TableSampler] | None = None, nvml: FakeNvml | None = None,
+) -> SamplingLoop:  # fmt: skip
     options = Options(recorder=recorder, interval_s=dict.fromkeys(RECORDERS, interval_s))
     return SamplingLoop(run, NODE, options, samplers=samplers, nvml=nvml)
 

@@ -76,13 +76,9 @@ def test_resctrl_gives_total_and_remote_traffic_of_each_socket(tree: FakeTree) -
     first, second = sampled(sampler)
     assert names(sampler) == ["socket 0 (resctrl)", "socket 1 (resctrl)"]
     assert values(first) == {
-        "domain": 0,
-        "read_bytes": None,
-        "write_bytes": None,
-        "total_bytes": 9000,
-        "remote_bytes": 4000,
-        "counted_ratio": 1.0,
-    }
+        "domain": 0, "read_bytes": None, "write_bytes": None, "total_bytes": 9000,
+        "remote_bytes": 4000, "counted_ratio": 1.0,
+    }  # fmt: skip
     assert (second["domain"], second["total_bytes"], second["remote_bytes"]) == (1, 700, 100)
 
 
@@ -176,13 +172,9 @@ def test_uncore_sums_channels_and_links_per_socket(tree: FakeTree) -> None:
     first, second = sampled(sampler)
     sampler.close()
     assert values(first) == {
-        "domain": 0,
-        "read_bytes": 200 * 64,
-        "write_bytes": 20 * 64,
-        "total_bytes": 220 * 64,
-        "remote_bytes": 0,
-        "counted_ratio": 1.0,
-    }
+        "domain": 0, "read_bytes": 200 * 64, "write_bytes": 20 * 64, "total_bytes": 220 * 64,
+        "remote_bytes": 0, "counted_ratio": 1.0,
+    }  # fmt: skip
     assert (second["read_bytes"], second["remote_bytes"]) == (14 * 64, 3 * 64)
     assert perf.events == {}
 

@@ -46,17 +46,10 @@ def test_numa_sample_has_one_record_per_node_in_base_units(tree: FakeTree) -> No
         {"key": [10], "name": "node 10"},
     ]
     assert first == {
-        "time_ns": 60,
-        "read_ns": 10,
-        "node": 0,
-        "memory_total_bytes": 4096 * 1024,
-        "memory_free_bytes": 2048 * 1024,
-        "hit_page_count": 1000,
-        "miss_page_count": 1,
-        "foreign_page_count": 1,
-        "local_page_count": 990,
-        "other_page_count": 10,
-    }
+        "time_ns": 60, "read_ns": 10, "node": 0, "memory_total_bytes": 4096 * 1024,
+        "memory_free_bytes": 2048 * 1024, "hit_page_count": 1000, "miss_page_count": 1,
+        "foreign_page_count": 1, "local_page_count": 990, "other_page_count": 10,
+    }  # fmt: skip
     assert (second["node"], second["hit_page_count"], third["node"]) == (1, 77, 10)
 
 

@@ -101,16 +101,10 @@ def test_rank_is_counted_over_its_threads_and_what_they_start(
     (row,) = sampled(sampler)
     assert sampler.header()["entities"] == [{"key": [10, 1000], "name": "rank 0"}]
     assert {name: value for name, value in row.items() if not name.endswith("_ns")} == {
-        "pid": 10,
-        "start_ticks": 1000,
-        "instruction_count": 1234,
-        "cycle_count": 2468,
-        "local_dram_bytes": (500 + 100 + 15 + 2) * 64,
-        "remote_dram_bytes": (250 + 50 + 7 + 1) * 64,
-        "counted_ratio": 1.0,
-        "cache_miss_count": 3 * 1234,
-        "tlb_miss_count": 5 * 1234,
-    }
+        "pid": 10, "start_ticks": 1000, "instruction_count": 1234, "cycle_count": 2468,
+        "local_dram_bytes": (500 + 100 + 15 + 2) * 64, "remote_dram_bytes": (250 + 50 + 7 + 1) * 64,
+        "counted_ratio": 1.0, "cache_miss_count": 3 * 1234, "tlb_miss_count": 5 * 1234,
+    }  # fmt: skip
     sampler.close()
     assert perf.events == {}
 
