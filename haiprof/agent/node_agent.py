@@ -421,13 +421,11 @@ class Unreported:
 def find_unreported(
     root_pid: int, reported_pids: Collection[int], boot_dir: Path, *, root: Path = Path("/")
 ) -> list[Unreported]:
-    """Walks the job's process tree once, as it is now.
-
-    Listed are Python processes that cannot load the hook and that have libtorch mapped or are
-    labelled as a rank in their environment. Not listed are: processes that could load the hook
-    (they have not trained yet), what runs below one that reported in (DataLoader workers) or below
-    a listed one (its forks), and launchers of ranks that reported in or are labelled.
-    """
+    """Walks the job's process tree once, as it is now."""
+    # Listed are Python processes that cannot load the hook and that have libtorch mapped or are
+    # labelled as a rank in their environment. Not listed are: processes that could load the hook
+    # (they have not trained yet), what runs below one that reported in (DataLoader workers) or
+    # below a listed one (its forks), and launchers of ranks that reported in or are labelled.
     tree = ProcessTree(root)
     tree.refresh()
 

@@ -116,10 +116,7 @@ def _server(latest: Latest, port: int, uids: frozenset[int] | None) -> _Server:
 
 
 def readers(allowed: Iterable[str]) -> frozenset[int] | None:
-    """Users who may scrape: the job's own, root, and those whom `--prometheus-allow` names.
-
-    None where all of this machine may.
-    """
+    """Users who may scrape: the job's, root, and those of `--prometheus-allow`; None: all may."""
     own, names = local_http.own_readers(LOOPBACK), tuple(allowed)
     return None if own is None or ALL_USERS in names else own | {user_id(name) for name in names}
 

@@ -257,11 +257,9 @@ class RankWatch:
         return own_ns + opening_ns, why
 
     def slower(self, ratio: float) -> Alarm | None:
-        """Whether its last steps are slower than its usual ones; if so, they become the usual ones.
-
-        The usual step is the fastest median that the rank sustained. Steps are compared with steps
-        of the same content: not with those that hold an evaluation or a save.
-        """
+        """Whether its last steps are slower than its usual ones, and then become the usual ones."""
+        # The usual step is the fastest median that the rank sustained. Steps are compared with
+        # steps of the same content: not with those that hold an evaluation or a save.
         counts = Counter(step.within for step in self.steps)
         if not counts or any(end is None for _, end in self._traced):
             return None

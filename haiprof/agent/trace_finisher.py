@@ -149,10 +149,7 @@ def _plain_pieces(file: IO[bytes]) -> Iterator[bytes]:
 def _compress(
     raw: Path, finished: Path, expected: object, *, run: Path, pieces: Pieces = _plain_pieces
 ) -> int | None:
-    """Writes one file compressed, unless that has been done.
-
-    None where it is gone because the finished one is there.
-    """
+    """Writes a file compressed, unless that is done: None where the finished one is alone."""
     try:
         source = safe_files.open_to_read(raw, below=run)
     except FileNotFoundError:

@@ -36,10 +36,7 @@ def activate(config: Mapping[str, Any]) -> None:
 
 
 def activate_request(arguments: Mapping[str, Any], *, recorder: Recorder) -> Mapping[str, Any]:
-    """Begins another recording in this process, after an earlier one has ended.
-
-    The reply: `done`, or `refused` with the reason.
-    """
+    """Begins another recording in this process; the reply is `done`, or `refused`."""
     name = arguments.get("name")
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
         return {"state": "refused", "reason": "the request names no run directory"}
@@ -48,11 +45,9 @@ def activate_request(arguments: Mapping[str, Any], *, recorder: Recorder) -> Map
 
 
 def activate_into(run: RunPaths, *, owner: int) -> dict[str, Any]:
-    """Begins a recording as a run directory's boot config says, in a process that trains already.
-
-    Nothing is taken before a place between two steps. It may be called on any thread: attributes
-    are replaced one by one, each at once, and a call under way goes on in what it began in.
-    """
+    """Begins a recording as a run directory's boot config says, in a job that trains already."""
+    # Nothing is taken before a place between two steps. It may be called on any thread: attributes
+    # are replaced one by one, each at once, and a call under way goes on in what it began in.
     global _activated
     for path in (run.root, run.boot, run.boot_config):
         problem = find_problem(path, owner=owner)

@@ -35,11 +35,9 @@ Dump = Callable[..., bytes]
 
 
 def drop_old_flight_names() -> None:
-    """Takes the names from before torch 2.9 out of the environment, where torch knows the new ones.
-
-    The launcher sets both, as it cannot know the job's torch, which would print a warning for each
-    old one. Where the user has set one, the launcher set none, and all stay.
-    """
+    """Takes the names from before torch 2.9 out of the environment, where torch has new ones."""
+    # The launcher sets both, as it cannot know the job's torch, which would print a warning for
+    # each old one. Where the user has set one, the launcher set none, and all stay.
     if not hasattr(sys.modules.get("torch._C._distributed_c10d"), _DUMPS[0]):
         return
     for new, old in (ENV_FLIGHT_SIZES, ENV_FLIGHT_DUMPS):
@@ -139,10 +137,7 @@ def group_ranks() -> dict[str, list[int]]:
 
 
 def groups_line() -> dict[str, Any] | None:
-    """This process's groups that are a part of the world, with the names that the job gave them.
-
-    None where there are none: all ranks do the same.
-    """
+    """Groups that are a part of the world, with the job's names of them; None without any."""
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     world = getattr(module, "_world", None)
     own, count = group_ranks(), len(getattr(world, "pg_group_ranks", {}).get(

@@ -86,10 +86,8 @@ def compiled_part() -> Any | None:
 
 
 def find_codes(wanted: Sequence[tuple[int, int]]) -> list[CodeType]:
-    """The code objects with these addresses whose functions the modules with these globals have.
-
-    Neither address is followed: what was there may be gone. No code of the job runs.
-    """
+    """Code objects with these addresses whose functions the modules with these globals have."""
+    # Neither address is followed: what was there may be gone. No code of the job runs.
     if not wanted:  # a walk over all modules takes a millisecond, after a fork several
         return []
     addresses: dict[int, set[int]] = {}

@@ -466,10 +466,8 @@ def _do_nothing(target: Any) -> None:
 
 
 def _price(function: Callable[[Any], Any], target: Any) -> float:
-    """Median ns of a call whose code and data have left the near caches, as between a job's work.
-
-    A call in a tight loop costs a third of that and would flatter us.
-    """
+    """Median ns of a call whose code and data have left the near caches, as in a job."""
+    # A call in a tight loop costs a third of that and would flatter us.
     prices = []
     for _ in range(patches.CALIBRATION_CALLS):
         bytearray(patches.CALIBRATION_EVICT_BYTES)

@@ -194,10 +194,8 @@ def _leaves_no_graph(body: Sequence[ast.stmt], free: set[str], *, rounds: int) -
 
 
 def _kind_of(text: bytes, made: set[str]) -> int:
-    """What a loop is; 0 where that is not known, of few rounds, and of layers in a row.
-
-    `made` are names without gradients.
-    """
+    """What a loop is; 0 where that is not known, of few rounds, and of layers in a row."""
+    # `made` are names without gradients.
     try:
         (loop,) = ast.parse(text).body
         if not isinstance(loop, ast.For | ast.While) or any(

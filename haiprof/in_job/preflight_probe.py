@@ -164,10 +164,8 @@ def gpu_uuid(properties: Any) -> str:
 
 
 def gpu_facts(uuid: str) -> tuple[Facts, Facts, str]:
-    """Limits and faults (1: it has it) of one GPU by nvidia-smi, None for what it cannot tell; why.
-
-    The reason is empty where it answers. Drivers before 570 do not know the recovery action.
-    """
+    """Limits and faults (1: it has it) of a GPU by nvidia-smi, None for what is not told; why."""
+    # The reason is empty where it answers. Drivers before 570 do not know the recovery action.
     limits, why = ask_nvidia_smi("--query-gpu", _GPU_LIMITS, uuid)
     faults, _ = ask_nvidia_smi("--query-remapped-rows", _GPU_FAULTS, uuid)
     recovery, _ = ask_nvidia_smi("--query-gpu", _GPU_RECOVERY, uuid)
@@ -175,10 +173,8 @@ def gpu_facts(uuid: str) -> tuple[Facts, Facts, str]:
 
 
 def loaded_clock(work: Callable[[], None], uuid: str) -> tuple[Facts, str]:
-    """The SM clock of a GPU that works all the while, its maximum, and what holds it down; why not.
-
-    `mhz`, `max_mhz`, and `reasons`, bits of nvmlClocksEventReasons (nvml.h).
-    """
+    """The SM clock of a GPU that works meanwhile, its maximum, what holds it down; why not."""
+    # `mhz`, `max_mhz`, and `reasons`, bits of nvmlClocksEventReasons (nvml.h).
     found: Facts = {}
     why = ""
     for reasons in _CLOCK_REASONS:

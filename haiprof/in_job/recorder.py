@@ -178,11 +178,9 @@ class Recorder:
             self.spans.clear()
 
     def sample_early(self) -> None:
-        """Samples from the first fetch of a batch on, which may take longer than all that follows.
-
-        Files are opened for it when the process trains. Not at a loader's iterator: its workers
-        are forked there, and Python warns of a fork beside threads.
-        """
+        """Samples from the first fetch of a batch on: it may take longer than all that follows."""
+        # Files are opened for it when the process trains. Not at a loader's iterator: its workers
+        # are forked there, and Python warns of a fork beside threads.
         if self._sampler is None and not (self.closed or self._window.warmup_s or self.is_child()):
             self._sampler = self._make_sampler()
 

@@ -124,11 +124,9 @@ class Uncaught:
             self._exit = [_describe(SystemExit(code), frames[:_INNER_FRAMES][::-1]), *chain]
 
     def _note(self, how: str, error: BaseException, *, thread: str | None = None) -> None:
-        """Keeps one exception and writes the file anew; whatever fails here, the job's end goes on.
-
-        Describing it may call the job's own `__str__`, and reads lines of source: both happen in a
-        thread, which is waited for no longer than a moment.
-        """
+        """Keeps one exception and writes the file anew; if that fails, the job's end goes on."""
+        # Describing it may call the job's own `__str__`, and reads lines of source: both happen in
+        # a thread, which is waited for no longer than a moment.
         self._forget_parent()
         threads = sum(entry["how"] == "thread" for entry in self._noted)
         if self._ended or (how == "thread" and threads >= _THREAD_LIMIT):
@@ -216,11 +214,9 @@ def _end_of(child: Any) -> tuple[int, int, int] | None:
 
 
 def _watch_terminate(folder: Path) -> None:
-    """Has C++ exceptions that end this process written down (terminate.cpp), where it was compiled.
-
-    Its handler goes before the one of std::terminate, which is called after it. Called once torch
-    is loaded: the helper then uses the same C++ runtime as torch does.
-    """
+    """Has C++ exceptions that end this process written down, where terminate.cpp was compiled."""
+    # Its handler goes before the one of std::terminate, which is called after it. Called once torch
+    # is loaded: the helper then uses the same C++ runtime as torch does.
     library = next(iter(sorted(Path(__file__).parent.glob("_terminate*.so"))), None)
     # Built for another machine, or from another source; a name that is none.
     with contextlib.suppress(ImportError, OSError, AttributeError, ValueError):

@@ -145,10 +145,8 @@ class WorkerSampler:
 
 
 def _age_s(path: Path) -> float:
-    """How long ago the first worker of that number began: those of later epochs go on at its pace.
-
-    Where its beginning was folded, that is the longest age there is.
-    """
+    """How long ago the first worker of that number began: later epochs go on at its pace."""
+    # Where its beginning was folded, that is the longest age there is.
     try:
         with path.open("rb") as file:
             began_ns = json.loads(file.readline(_HEADER_LIMIT_BYTES))["time_ns"]
@@ -160,10 +158,8 @@ def _age_s(path: Path) -> float:
 
 
 def find_rank(run: RunPaths, pid: int | None) -> RankPaths | None:
-    """The folder of the rank whose process has that number on this host; None: there is none yet.
-
-    Its own rank is looked for first: by torch.distributed, or by the launcher's variables.
-    """
+    """The folder of the rank whose process has that number on this host; None without any."""
+    # Its own rank is looked for first: by torch.distributed, or by the launcher's variables.
     if pid is None:
         return None
     rank, _ = rank_and_world()

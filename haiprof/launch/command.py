@@ -114,10 +114,8 @@ class _OptionParser:
         return arguments + self.left
 
     def _is_ours(self, before: set[str], script: str, text: str | None) -> bool:
-        """Whether the word at the front is haiprof's: after a script, whose text may be known.
-
-        `before` has the fields that options before the script have set.
-        """
+        """Whether the word at the front is haiprof's: after a script, whose text may be known."""
+        # `before` has the fields that options before the script have set.
         name, equals, value = self.left[0][2:].partition("=")
         if not self.left[0].startswith("--"):
             return False
@@ -249,10 +247,8 @@ def find_program(name: str) -> str:
 
 
 def nearest_file(missing: str, ending: str = "") -> str | None:
-    """The file beside one that does not exist which was most likely meant; None where none is near.
-
-    Names are compared without what follows their last dot, which all scripts share.
-    """
+    """The file beside one that does not exist which was most likely meant, if one is near."""
+    # Names are compared without what follows their last dot, which all scripts share.
     import difflib
 
     folder, name = os.path.split(missing)

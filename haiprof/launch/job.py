@@ -169,10 +169,7 @@ class Job:
             )
 
     def _guard(self, action: Callable[[], _Result], *, loses: str = "_agent") -> _Result | None:
-        """Runs an action of haiprof's; its failure costs that part of the recording, and is said.
-
-        It affects neither the job nor its exit status.
-        """
+        """Runs an action of haiprof's: where it fails, that part of the recording is lost."""
         try:
             return action()
         except Exception as error:  # noqa: BLE001 (whatever it is, the job goes on without it)

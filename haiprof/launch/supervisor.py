@@ -534,11 +534,10 @@ class Supervisor:
                 self._canary.has_received(signal.SIGCONT)
 
     def _suspend(self, child: subprocess.Popen[bytes]) -> None:
-        """Ctrl-Z: stops with the job, if it stops; it may have a handler, or nobody to continue it.
-
-        Meanwhile the signal stays pending: a SIGCONT that comes first takes it back in the kernel.
-        A launcher that stopped itself by another one would drop that SIGCONT, and stay stopped.
-        """
+        """Ctrl-Z: stops with the job, if it stops; it may have a handler, or be alone."""
+        # Meanwhile the signal stays pending: a SIGCONT that comes first takes it back in the
+        # kernel. A launcher that stopped itself by another one would drop that SIGCONT, and stay
+        # stopped.
         for number in signal.sigpending() & set(STOPS):
             sent = not (self._canary.has_received(number) and _in_our_group(child.pid))
             if sent:

@@ -51,10 +51,8 @@ LUSTRE_COLUMNS = ("read_bytes", "write_bytes", "metadata_count")
 
 
 def network_mounts(content: str) -> list[MountEntry]:
-    """Network file systems in /proc/self/mountinfo, each once, without those that are mounted over.
-
-    Source: Linux Documentation/filesystems/proc.rst, section 3.5.
-    """
+    """Network file systems in /proc/self/mountinfo, each once, none that is mounted over."""
+    # Source: Linux Documentation/filesystems/proc.rst, section 3.5.
     on_top = {mount.point: mount for mount in mount_entries(content)}
     found: dict[str, MountEntry] = {}
     for mount in on_top.values():

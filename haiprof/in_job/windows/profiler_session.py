@@ -187,11 +187,9 @@ def fits(folder: Path, needed_bytes: int) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps what Kineto prints by itself out of the job's standard error; the rest goes out late.
-
-    Around starts and stops alone: other threads' lines wait meanwhile. Kineto's log level would be
-    simpler, but it stays, and hides errors from the job's own profilers.
-    """
+    """Keeps what Kineto prints by itself out of the job's stderr; the rest goes out late."""
+    # Around starts and stops alone: other threads' lines wait meanwhile. Kineto's log level would
+    # be simpler, but it stays, and hides errors from the job's own profilers.
     try:
         saved = Descriptor(os.dup(_STDERR))
     except OSError:  # the job has closed it

@@ -192,10 +192,8 @@ def script_words(spec: JobSpec) -> list[str]:
 
 
 def _not_a_macro(word: str) -> str:
-    """Torchrun puts the rank's number for $local_rank, and $ for $$: words that hold neither stay.
-
-    Source: torch.distributed.elastic.utils.api.macros.
-    """
+    """Torchrun puts the rank's number for $local_rank, and $ for $$: others stay."""
+    # Source: torch.distributed.elastic.utils.api.macros.
     altered = Template(word).safe_substitute(local_rank="") != word
     return word.replace("$", "$$") if altered else word
 
