@@ -291,11 +291,9 @@ class OutOfMemory:
             phase = "optimizer"
         own = own_frame(stack)
         return {
-            "phase": phase,
-            "module": self._module_name(module),
-            "frames": stack[-_FRAME_LIMIT:],
+            "phase": phase, "module": self._module_name(module), "frames": stack[-_FRAME_LIMIT:],
             "line": list(own) if own else None,
-        }
+        }  # fmt: skip
 
     def _module_name(self, module: Any) -> str | None:
         """`blocks.3.mlp (MLP)`: the innermost module under way, as its root names it."""

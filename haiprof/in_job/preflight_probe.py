@@ -140,11 +140,9 @@ def nfs_limits(root: Path = Path("/")) -> dict[str, float | None]:
 
 
 _GPU_LIMITS = {
-    "gpu_link_width": "pcie.link.width.current",
-    "gpu_link_generation": "pcie.link.gen.max",
-    "gpu_clock_mhz": "clocks.max.sm",
-    "gpu_power_limit_watts": "power.limit",
-}
+    "gpu_link_width": "pcie.link.width.current", "gpu_link_generation": "pcie.link.gen.max",
+    "gpu_clock_mhz": "clocks.max.sm", "gpu_power_limit_watts": "power.limit",
+}  # fmt: skip
 _GPU_FAULTS = {"gpu_rows_failed": "remapped_rows.failure",
                "gpu_rows_pending": "remapped_rows.pending"}  # fmt: skip
 _GPU_RECOVERY = {"gpu_recovery_needed": "gpu_recovery_action"}

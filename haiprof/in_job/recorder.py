@@ -129,10 +129,8 @@ class Recorder:
     def describe(self) -> dict[str, Any]:
         """How far this process is, for what it leaves when it fails."""
         return {
-            "attempt": self.attempt,
-            "armed": self.armed,
-            "step": self.installed.steps()["step"],
-        }
+            "attempt": self.attempt, "armed": self.armed, "step": self.installed.steps()["step"],
+        }  # fmt: skip
 
     def arm(self) -> None:
         """Starts the thread; called on the training thread once the process is one of the job's."""
@@ -398,10 +396,8 @@ class Recorder:
     def progress(self) -> dict[str, Any]:
         """What is known of the steps at this moment."""
         return {
-            "recording": not self.closed,
-            "step_ns": self.step_ns or None,
-            **self.installed.steps(),
-        }
+            "recording": not self.closed, "step_ns": self.step_ns or None, **self.installed.steps(),
+        }  # fmt: skip
 
     def _after_fork(self) -> None:
         """In a forked child: nothing of the parent's is written, and it must train to arm."""

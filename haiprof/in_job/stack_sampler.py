@@ -72,11 +72,9 @@ _SAMPLE_WORDS = 7
 _THREAD_CPU_CLOCK = 6  # CPUCLOCK_SCHED of one thread (include/linux/posix-timers.h)
 
 _UNKNOWN = {
-    "lock_wait": LOCK_STATES[LOCK_UNKNOWN],
-    "wait": WAIT_LETTERS[WAIT_UNKNOWN],
-    "run_us": -1,
+    "lock_wait": LOCK_STATES[LOCK_UNKNOWN], "wait": WAIT_LETTERS[WAIT_UNKNOWN], "run_us": -1,
     "queue_us": -1,
-}
+}  # fmt: skip
 """Columns that are left out where they say nothing."""
 
 _AT_LOCK = WAITS.index("lock")

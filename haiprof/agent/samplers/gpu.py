@@ -60,11 +60,9 @@ RATIOS = dict(
     zip(GPU.names("sm_active_ratio", "fp16_active_ratio"), (2, 3, 5, 10, 11, 12, 13), strict=True)
 )
 TRAFFIC = {
-    "pcie_transmit_bytes": 20,
-    "pcie_receive_bytes": 21,
-    "nvlink_receive_bytes": 60,
+    "pcie_transmit_bytes": 20, "pcie_receive_bytes": 21, "nvlink_receive_bytes": 60,
     "nvlink_transmit_bytes": 61,
-}
+}  # fmt: skip
 PCIE = ("pcie_transmit_bytes", "pcie_receive_bytes")
 _BYTES_PER_MIB = 1 << 20
 

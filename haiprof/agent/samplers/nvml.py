@@ -201,11 +201,9 @@ class Device:
         place = None if bus_id is None else pci_device(root, bus_id)
         return {
             "uuid": text(self.call("nvmlDeviceGetUUID")),
-            "model": text(self.call("nvmlDeviceGetName")),
-            "bus_id": bus_id,
-            "numa_node": None if place is None else place.node,
-            "mig": self.has_mig,
-        }
+            "model": text(self.call("nvmlDeviceGetName")), "bus_id": bus_id,
+            "numa_node": None if place is None else place.node, "mig": self.has_mig,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,11 +318,9 @@ def _pod(spec: JobSpec, *, head: str, env: list[dict[str, Any]]) -> dict[str, An
     rendezvous = static(head, Expanded("$(JOB_COMPLETION_INDEX)"))
     words = node_words(spec, rendezvous=rendezvous, run_id=_RUN_ID)
     container: dict[str, Any] = {
-        "name": "train",
-        "image": _image(spec),
-        "command": [_escape(word) for word in words],
+        "name": "train", "image": _image(spec), "command": [_escape(word) for word in words],
         "env": [*env, *_pod_identity(), *_environment(spec)],
-    }
+    }  # fmt: skip
     if _resources(spec):
         container["resources"] = _resources(spec)
     pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
