@@ -110,7 +110,6 @@ class StackSampler:
     the training thread lets go of the lock for long, so that what runs between small operators is
     seen too seldom, and what follows too often, and nothing is known but the stack. `late_us` says
     how long each sample waited. A thread of its own, as the one that writes may wait for a disk.
-
     `thread` says which thread is sampled; `note` takes a line for events.jsonl, where sampling ends
     by an error. Frames outside the function `until` are not looked at.
     """

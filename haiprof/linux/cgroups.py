@@ -220,7 +220,6 @@ class _MemoryStatV1:
 
     `hierarchical_memory_limit` is the kernel's own minimum over all ancestors, including those
     that a container does not see.
-
     Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, section 5.2.
     """
 

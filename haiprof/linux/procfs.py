@@ -333,7 +333,6 @@ class SuspendWatch:
     """Compares both clocks. Rates stay right across a suspension; Unix times after it do not.
 
     A virtual machine that its host pauses stops both clocks: nothing inside it can tell.
-
     Source: clock_gettime(2).
     """
 

@@ -597,7 +597,6 @@ class GpuSampler(NvmlSampler):
     Processes are never listed: that call takes milliseconds and holds the driver's global lock
     (MangoHud pull request 2104). Neither is PCIe throughput asked for by the call of that name,
     which measures for 20 ms.
-
     An event line is `{"type": "xid", "gpu": index, "xid": code, "time_ns": time}`.
     """
 

@@ -77,7 +77,6 @@ class CpuTimes:
 
     The kernel's idle and iowait may decrease by some ticks; they keep their highest value until
     the whole file is reset. Guest time is already part of user time.
-
     Source: Linux Documentation/filesystems/proc.rst, section 1.7.
     """
 
@@ -119,7 +118,6 @@ class DiskTotals:
 
     Left out: partitions (in their disk already), devices stacked on others (device mapper, RAID,
     the head of an NVMe multipath: its paths are counted), and those in memory (loop, ram, zram).
-
     Source: Linux Documentation/admin-guide/iostats.rst.
     """
 

@@ -118,7 +118,6 @@ class ProcessSampler(RankSampler):
 
     Resident memory is summed over processes: pages that workers share with the rank count for
     each of them. Reads through mmap, GPUDirect storage and RDMA are not in the byte counters.
-
     Run-queue wait and context switches are those of the main thread alone, which runs the training
     loop: the kernel has no sum over threads (`/proc/PID/schedstat` and `status` are the main
     thread's), and a sum over `/proc/PID/task` costs as many reads as there are threads and steps
