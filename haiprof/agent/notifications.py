@@ -53,10 +53,7 @@ Item = TypeVar("Item")
 
 
 class Outbox(Generic[Item]):
-    """Hands items to a function in a thread of its own; however slow that is, nobody waits for it.
-
-    Beyond `most` that wait, the oldest is dropped.
-    """
+    """Hands items on in a thread of its own: nobody waits; beyond `most` the oldest is dropped."""
 
     def __init__(
         self, name: str, deliver: Callable[[Item], None], *, most: int = QUEUE_LIMIT
@@ -293,10 +290,7 @@ def find_total_steps(command: Sequence[str]) -> int | None:
 
 
 class TrainJobStatus:
-    """Posts in a thread of its own; of what waits for a slow server the newest is sent.
-
-    First once steps have a time, or ten seconds after the rank was seen, and then every ten.
-    """
+    """Posts the newest status in its own thread: once steps have a time, and every 10 s."""
 
     def __init__(self, environ: Mapping[str, str], prefix: str, command: Sequence[str]) -> None:
         self._url, self._token, self._ca = (

@@ -206,10 +206,7 @@ _PROGRAM = "from haiprof.agent.trace_finisher import main; raise SystemExit(main
 
 
 class Helper:
-    """A program of haiprof's that runs beside the job, one process at a time.
-
-    It is in a session of its own, so that Ctrl-C does not end it.
-    """
+    """Runs a program of haiprof's beside the job, one at a time, out of reach of Ctrl-C."""
 
     def __init__(
         self, program: str, in_child: Callable[[], None] | None, *, task: str, otherwise: str

@@ -254,10 +254,7 @@ def _integer(value: object) -> int | None:
 
 
 class Registry:
-    """Numbers objects from 1, and keeps for each what a wrapper needs at once.
-
-    A span names its module or optimizer by that number, without a string.
-    """
+    """Numbers objects from 1, by which spans name them; keeps what a wrapper needs at once."""
 
     def __init__(
         self,

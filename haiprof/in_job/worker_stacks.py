@@ -65,10 +65,7 @@ def _start(recorder: Recorder, until: CodeType) -> WorkerSampler | None:
 
 
 class WorkerSampler:
-    """Samples the thread that it is made on, and writes what it saw into the rank's folder.
-
-    Frames outside `until`, the worker's own loop, are of no interest.
-    """
+    """Samples the thread that it is made on, below `until`, and writes to the rank's folder."""
 
     def __init__(self, recorder: Recorder, until: CodeType) -> None:
         ident = _thread.get_ident()

@@ -227,10 +227,7 @@ def _default_interfaces(routes: Path) -> set[str]:
 
 
 class ProtocolNumbers:
-    """Parses /proc/net/snmp or netstat: pairs of a line of names and one of numbers.
-
-    Source: Linux Documentation/networking/snmp_counter.rst.
-    """
+    """Parses /proc/net/snmp or netstat: a line of names, one of numbers (snmp_counter.rst)."""
 
     def __init__(self, protocol: str, fields: Sequence[str]) -> None:
         self._head = b"\n" + protocol.encode() + b": "
@@ -259,11 +256,7 @@ _PAGES = ("numa_hit ", "numa_miss ", "numa_foreign ", "local_node ", "other_node
 
 
 class NumaSampler(TableSampler):
-    """One record per NUMA node.
-
-    Pages are counted where they are allocated: how often they are used from where is in the tables
-    `memory_bandwidth` and `remote_memory`.
-    """
+    """One record per NUMA node: of pages where they are allocated, not where they are used."""
 
     name = "numa"
     recorder = "numa"

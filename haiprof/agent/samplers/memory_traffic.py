@@ -325,10 +325,7 @@ def worst(reasons: Sequence[Unavailable]) -> Unavailable:
 
 
 class MemoryBandwidthSampler(TableSampler):
-    """One record per socket: resctrl where it is mounted, else the memory controllers' counters.
-
-    The two do not count the same: see the columns of the table.
-    """
+    """One record per socket: of resctrl, else of memory controllers, which count other things."""
 
     name = "memory_bandwidth"
     recorder = "numa"

@@ -305,10 +305,7 @@ Ioctl = Callable[[int, int, bytes], object]
 
 
 class Ethtool:
-    """Reads the statistics of network drivers; needs no privilege.
-
-    Source: Linux include/uapi/linux/ethtool.h, net/ethtool/ioctl.c.
-    """
+    """Reads statistics of network drivers (Linux net/ethtool/ioctl.c); needs no privilege."""
 
     def __init__(self, ioctl: Ioctl = fcntl.ioctl) -> None:
         self._ioctl = ioctl

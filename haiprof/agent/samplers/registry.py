@@ -234,11 +234,7 @@ def find_permissions(
 
 
 class _Capabilities:
-    """The capabilities of this process.
-
-    Those for perf and the driver count in the first user namespace alone: root in a container
-    with its own has them by name only.
-    """
+    """Of this process; those for perf and the driver count in the first user namespace alone."""
 
     def __init__(self, root: Path) -> None:
         fields = status_fields(f"{root}/proc/self")

@@ -39,11 +39,7 @@ class RankProcess:
 
 
 class RankReports:
-    """The reports of all ranks of a run, for all samplers of a node.
-
-    The run directory may be on a file system that hundreds of nodes share: the list is asked for
-    once for all samplers, and each report is read once.
-    """
+    """Reports of a run's ranks: listed once for all samplers of a node, and each read once."""
 
     def __init__(self, ranks: Path, *, clock: Clock, fresh_ns: int = 0) -> None:
         self._ranks = ranks
@@ -180,10 +176,7 @@ class _Bound:
 
 
 class TableSampler:
-    """Samples entities into a table; a subclass names the source and finds the entities.
-
-    It is owned and called by one thread.
-    """
+    """Samples a source's entities into a table, on one thread; a subclass finds the entities."""
 
     name: str  # name of the source and of its record file
     recorder: str  # the recorder in `config.RECORDERS` that switches it
@@ -335,10 +328,7 @@ class TableSampler:
 
 
 class ChangingSampler(TableSampler):
-    """Samples what comes and goes; what comes back has another number, so that no rate spans both.
-
-    A subclass tells what is there, and makes an entity of what is new.
-    """
+    """Samples what comes and goes, as a subclass tells; what comes back has a new number."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)

@@ -86,10 +86,7 @@ class StepTimes:
 
 
 class Agreement:
-    """Numbers that all ranks of the job take, from the run directory: who comes first decides.
-
-    No rank waits for another; a rank alone decides for itself.
-    """
+    """Numbers that all ranks take from the run directory: the first one decides, nobody waits."""
 
     def __init__(self, folder: Path, *, about: str = "") -> None:
         self._folder, self._run_root = folder, folder.parents[1]
