@@ -433,7 +433,6 @@ class Controller(LoopThread):
         return data
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Closes a connection at once, discarding unsent data."""
         self._strangers.pop(task, None)
         self._agents.pop(task, None)
         task.cancel()

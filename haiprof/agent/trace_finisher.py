@@ -308,7 +308,6 @@ class Finisher:
         self._helper.start((str(self.run.root), self.host, *words))
 
     def _waiting(self) -> set[str]:
-        """Stems of this host's whole parts."""
         return {part.stem.text for part in complete_parts(self.run, self.host)}
 
     def _stems(self) -> list[Stem]:

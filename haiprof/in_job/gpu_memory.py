@@ -391,7 +391,6 @@ class OutOfMemory:
 
 
 def _observe(device: int, requested: int, limit: int, free: int) -> None:
-    """What torch calls."""
     ours = _current
     if ours is None:
         return

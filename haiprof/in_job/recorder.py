@@ -374,7 +374,6 @@ class Recorder:
         self.spans.clear()
 
     def _close_files(self) -> None:
-        """Ends the files, on the thread."""
         files, self._files = self._files, None
         if files is None:
             return

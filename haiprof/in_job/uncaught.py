@@ -238,7 +238,6 @@ def _watch_crashes(folder: Path) -> None:
 
 
 def _finish_with_child(uncaught: Uncaught) -> None:
-    """In a child of multiprocessing, as it begins."""
     from multiprocessing.util import Finalize
 
     Finalize(None, uncaught.finish, exitpriority=0)

@@ -61,7 +61,6 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
 
 
 def _near_option(word: str) -> str:
-    """The option that a mistyped one most likely means."""
     import difflib
 
     if word == "-c":
@@ -82,7 +81,6 @@ class _OptionParser:
     ended: bool = False
 
     def leading(self) -> None:
-        """Takes haiprof's options before the program."""
         while self.left and self.left[0].startswith("-") and self.left[0] != "-m":
             if self.left[0] == "--":
                 self.left.pop(0)
@@ -92,7 +90,6 @@ class _OptionParser:
                 raise UsageError(f"no option {self.left[0]!r}", hint=_near_option(self.left[0]))
 
     def take_program(self) -> list[str]:
-        """Takes the program: one word, or `-m MODULE`."""
         count = 2 if self.left[0] == "-m" else 1
         if len(self.left) < count:
             raise UsageError("-m needs a module name")
@@ -100,7 +97,6 @@ class _OptionParser:
         return program
 
     def trailing(self, program: Sequence[str]) -> list[str]:
-        """Takes haiprof's options out of the program's arguments."""
         script, text = _script([*program, *self.left])
         before = set(self.options)
         arguments: list[str] = []
@@ -147,7 +143,6 @@ class _OptionParser:
         return True
 
     def _take(self, hint: str = "") -> bool:
-        """Takes the option at the front, if it is one."""
         word = self.left[0]
         name, equals, value = word[2:].partition("=")
         if not word.startswith("--") or not (name == "options" or is_option(name)):
@@ -263,7 +258,6 @@ def nearest_file(missing: str, ending: str = "") -> str | None:
 
 
 def _job_name(words: list[str]) -> str:
-    """The script's name, wherever it stands in the line; else the module's or the program's."""
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else words[0]
     scripts = (Path(word).stem for word in words if word.endswith(".py"))
     return safe_name(next(scripts, module))

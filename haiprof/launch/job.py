@@ -385,7 +385,6 @@ class Job:
                 print_message(visible(" ".join(headline.split())[:_HEADLINE_CHARS]))
 
     def _outcome(self, outcome: Outcome | None) -> Manifest:
-        """The manifest with how the job ended, and who reported in."""
         ended = replace(
             self.manifest, end_wall_ns=time.time_ns(),
             signal=None if outcome is None else outcome.signal_name,
@@ -405,7 +404,6 @@ class Job:
         self._verdict = self._haiprof("verdict", "--save", nice=nice, output=output)
 
     def _evidence(self) -> tuple[int, int]:
-        """How many ranks and traces there are to judge."""
         return len(self.run.rank_folders()), sum(1 for _ in self.run.traces.glob("rank*"))
 
     def _haiprof(

@@ -295,7 +295,6 @@ def _check_extras(options: Options) -> None:
 
 
 def _run_plain(command: list[str]) -> int:
-    """Replaces this process with the command."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep that
         signal.signal(number, signal.SIG_DFL)
     try:

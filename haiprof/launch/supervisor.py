@@ -585,7 +585,6 @@ def _in_our_group(pid: int) -> bool:
 
 
 def _stops(pid: int) -> bool:
-    """Whether a process stops within a moment."""
     deadline = time.monotonic() + STOP_ANSWER_S
     while time.monotonic() < deadline:
         if is_stopped(pid):

@@ -374,7 +374,6 @@ def fetch(url: str) -> str:
 
 
 def _address(url: str) -> tuple[str, int, str]:
-    """Host, port and path."""
     match = _ADDRESS.match(url)
     if match is None:
         raise Unavailable(

@@ -435,7 +435,6 @@ class CgroupSampler(ChangingSampler):
         return Entity(key=(number,), name=name, readings=readings, details=details)
 
     def _locate(self) -> None:
-        """Finds the cgroup of each controller, and those above."""
         try:
             memberships = os.fsdecode(self._memberships.read())
             mountinfo = os.fsdecode(self._mountinfo.read_bytes())
@@ -457,7 +456,6 @@ class CgroupSampler(ChangingSampler):
         }
 
     def _identity(self) -> object:
-        """Identifies the cgroup: its path, and the folder behind it."""
         try:
             memberships = self._memberships.read()
         except OSError:

@@ -158,7 +158,6 @@ class Stream:
             self._writer.close()
 
     def _take(self) -> int:
-        """Writes one sample."""
         self._last_ns, began = self.clock(), time.thread_time_ns()
         data = None
         with self._guard():

@@ -205,7 +205,6 @@ class _PortSampler(ChangingSampler):
         self._pread = pread
 
     def present(self) -> Mapping[tuple[str, int], Port]:
-        """Every port."""
         return {(port.name, port.inode): port for port in find_ports(self.root)}
 
     def refresh(self) -> None:
@@ -475,7 +474,6 @@ class _Statistics:
         self.columns = tuple(self._places)
 
     def read(self) -> Sequence[Value]:
-        """One value per column."""
         values = self._ethtool.values(self._interface, self._count)
         if len(values) != self._count:
             self._learn()

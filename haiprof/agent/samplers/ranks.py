@@ -295,7 +295,6 @@ class _ProcessPlacement:
         )  # fmt: skip
 
     def line(self) -> dict[str, Any]:
-        """The event line, from the last reads."""
         uuid = self.process.gpu_uuid
         if self._hardware is None or (uuid is not None and self._hardware["gpu_bus_id"] is None):
             self._hardware = _hardware(self.root, uuid)

@@ -246,7 +246,6 @@ class _Capabilities:
         self.first_namespace = uid_map is None or uid_map.split() == _WHOLE_UID_MAP
 
     def has(self, name: str) -> bool:
-        """By name."""
         return bool(self._mask >> _CAPABILITIES[name] & 1)
 
     def counts(self, *names: str) -> bool:

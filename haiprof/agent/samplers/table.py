@@ -400,7 +400,6 @@ def as_unavailable(error: Exception, reading: Reading) -> Unavailable:
 
 
 def _lacking(reading: Reading) -> Unavailable:
-    """The `Unavailable` of a value that the content does not have."""
     reason = f"{reading.origin}: {reading.lacking or 'no such value in it'}"
     return Unavailable(reason, status="unsupported", remedy=reading.remedy)
 

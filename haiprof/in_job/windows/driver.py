@@ -182,7 +182,6 @@ class Tracer:
             return None
 
     def _ending(self, kind: int) -> Callable[[], None]:
-        """What to do at the end of a span of that kind."""
         counter = self._counter
         end = counter.ends.get(kind)
         if end is None:
@@ -222,7 +221,6 @@ class Tracer:
         return bool(self._config.get("request")) or not optimizer_exists()
 
     def _meet_repeat(self, number: int) -> None:
-        """An edge of a step of that sort."""
         try:
             if not self.active or not self._repeats() or self._has_expired():
                 return
@@ -304,7 +302,6 @@ class Tracer:
         self._yield_asked = self._steady.interrupted = False
 
     def _fail(self, error: Exception) -> None:
-        """Ends all windows; the job goes on."""
         if is_foreign(error):
             raise error
         self._windows.fail(f"{type(error).__name__}: {error}")

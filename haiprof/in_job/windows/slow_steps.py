@@ -155,7 +155,6 @@ class KeepSlow(Windows):
         return round(plain * UNKNOWN_SLOWDOWN)
 
     def _consider(self, number: int) -> None:
-        """Prepares the next window one step ahead, and starts it."""
         times = self._context.times
         trained_ns = times.counter.trained_ns
         if self._plain_count < SETTLED_STEPS or trained_ns is None:
@@ -265,7 +264,6 @@ class KeepSlow(Windows):
         self._cost_ns += _now() - began
 
     def _note(self) -> None:
-        """What was watched and what it cost."""
         self._noted_ns = now = _now()
         elapsed = max(1, now - (self._begun_ns or now))
         steps = self._totals["steps"]

@@ -240,7 +240,6 @@ class StepCounter:
             self._inner_tag, self._inner_work = None, False
 
     def _closing(self, cycles: Cycles, tag: int) -> None:
-        """An optimizer stepped, or what stands for it."""
         if cycles is self._by_optimizer:
             self._by_backward = None
         complete = cycles.close(tag, holds_work=self._inner_work and cycles is self._by_optimizer)

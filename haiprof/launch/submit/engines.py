@@ -374,7 +374,6 @@ def _escape(word: str) -> str:
 
 
 def _name(spec: JobSpec) -> str:
-    """As names in DNS are."""
     name = re.sub(r"[^a-z0-9]+", "-", spec.name.lower()).strip("-")
     return name[:_NAME_LIMIT].strip("-") or "job"
 
