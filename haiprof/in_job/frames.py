@@ -67,14 +67,21 @@ def read_stacks(
 
     The frame of the function `until`, and those of its callers, are left out.
     """
-    if _compiled is not None:
-        stacks: dict[int, list[Place]] = _compiled.read_stacks(idents, until, limit)
+    native = None if _compiled is None else _compiled.read_stacks(idents, until, limit)
+    stacks: dict[int, list[Place]] = native or {}
+    if native is not None:
         return stacks
     collects = _COLLECTS_WHEN_READ and gc.isenabled()
     if collects:
         gc.disable()
     try:
-        return _read_plainly(idents, until, limit)
+        for ident, innermost in sys._current_frames().items():
+            frame: FrameType | None = innermost if idents is None or ident in idents else None
+            stack = stacks.setdefault(ident, []) if frame is not None else []
+            while frame is not None and len(stack) < limit and frame.f_code is not until:
+                stack.append((frame.f_code, frame.f_lasti))
+                frame = frame.f_back
+        return stacks
     finally:
         if collects:
             gc.enable()
@@ -154,22 +161,6 @@ def _is_begin(place: Place) -> bool:
 def frame_lines(stack: Sequence[Place]) -> list[Frame]:
     """File, line and function of each frame, from the outermost to the innermost."""
     return [(p[0].co_filename, line_of(p), p[0].co_name) for p in reversed(stack)]
-
-
-def _read_plainly(
-    idents: Container[int] | None, until: CodeType | None, limit: int
-) -> dict[int, list[Place]]:
-    stacks = {}
-    for ident, innermost in sys._current_frames().items():
-        if idents is not None and ident not in idents:
-            continue
-        stack: list[Place] = []
-        frame: FrameType | None = innermost
-        while frame is not None and len(stack) < limit and frame.f_code is not until:
-            stack.append((frame.f_code, frame.f_lasti))
-            frame = frame.f_back
-        stacks[ident] = stack
-    return stacks
 
 
 class StackTree:

@@ -173,7 +173,17 @@ class Family:
         main = read(self.pid)
         if main is None or main.start_ticks != self.start_ticks or not main.running:
             return None
-        members = self._read_members(main, children, read, others)
+        members, queue = {main.pid: main}, [main.pid]  # parents first
+        for parent in queue:
+            for pid in children.get(parent, ()):
+                reading = None if pid in members or pid in others else read(pid)
+                if reading is not None and reading.parent == parent:
+                    members[pid] = reading
+                    queue.append(pid)
+        for pid, known in self._members.items():  # some may have lost their parent
+            reading = None if pid in members or pid in others else read(pid)
+            if reading is not None and _is_same(reading, known):
+                members[pid] = reading
         self._settle(members)
         self._members = members
         values = [self._carried, *map(_counters, (*members.values(), *self._pending.values()))]
@@ -189,25 +199,6 @@ class Family:
             io_bytes=main.io_bytes and (moved[0], moved[1], moved[2], moved[3]),
             io_missing=main.io_missing, child_io_missing=next(unread, None),
         )  # fmt: skip
-
-    def _read_members(
-        self, main: procfs.ProcessReading, children: Mapping[int, list[int]],
-        read: Callable[[int], procfs.ProcessReading | None], others: Container[int],
-    ) -> dict[int, procfs.ProcessReading]:  # fmt: skip
-        """The descendants, and known members that lost their parent; parents first."""
-        members = {main.pid: main}
-        queue = [main.pid]
-        for parent in queue:
-            for pid in children.get(parent, ()):
-                reading = None if pid in members or pid in others else read(pid)
-                if reading is not None and reading.parent == parent:
-                    members[pid] = reading
-                    queue.append(pid)
-        for pid, known in self._members.items():
-            reading = None if pid in members or pid in others else read(pid)
-            if reading is not None and _is_same(reading, known):
-                members[pid] = reading
-        return members
 
     def _settle(self, members: Mapping[int, procfs.ProcessReading]) -> None:
         """Decides for members that are gone whether another one has inherited their counters."""
