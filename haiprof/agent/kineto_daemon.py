@@ -91,12 +91,7 @@ ABSTRACT = f"\0{NAME}\0"
 
 @dataclass(slots=True)
 class PrivateFolder:
-    """A folder for the sockets of one job, which its owner alone may enter.
-
-    The job gets a path through the launcher's open descriptor: that is short enough for any socket,
-    and it vanishes with the launcher, however that ended. A socket without a listener would delay
-    `import torch` by ten seconds.
-    """
+    """A folder for the sockets of one job, which its owner alone may enter."""
 
     made: MadeFolder
     _fd: int = field(default=-1)
@@ -132,6 +127,9 @@ class PrivateFolder:
     @property
     def as_seen(self) -> str:
         """Its path for every process of the job."""
+        # The job gets a path through the launcher's open descriptor: that is short enough for any
+        # socket, and it vanishes with the launcher, however that ended. A socket without a listener
+        # would delay `import torch` by ten seconds.
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def remove(self) -> None:
@@ -373,12 +371,7 @@ Address = str | bytes
 
 
 class KinetoAgent:
-    """Answers processes that run with KINETO_USE_DAEMON.
-
-    A process waits 0.1 s for an answer, so this thread does nothing else. libkineto terminates its
-    process on an answer from a path that does not begin with its configured folder: such a process
-    gets no answer.
-    """
+    """Answers processes that run with KINETO_USE_DAEMON."""
 
     def __init__(
         self,
@@ -456,6 +449,9 @@ class KinetoAgent:
 
     def _answer(self, pid: int, datagram: bytes, sender: Address) -> bool:
         """Answers one message; False for a malformed one."""
+        # A process waits 0.1 s for an answer, so this thread does nothing else. libkineto
+        # terminates its process on an answer from a path that does not begin with its configured
+        # folder: such a process gets no answer.
         message = decode(datagram)
         if message is None:
             return False

@@ -371,11 +371,7 @@ class _Stranger:
 
 
 class Controller(LoopThread):
-    """A TCP star in a thread of its own; the launcher's tick sends and receives without waiting.
-
-    Unauthenticated connections are few, short, and read a fixed length. Where there are too many,
-    the oldest one of the busiest address is closed: an agent proves itself within a round trip.
-    """
+    """A TCP star in a thread of its own; the launcher's tick sends and receives without waiting."""
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
         super().__init__("haiprof-controller")
@@ -484,6 +480,9 @@ class Controller(LoopThread):
 
     def _make_room(self, address: str) -> None:
         """Closes connections of strangers until there is room for one more from the address."""
+        # Unauthenticated connections are few, short, and read a fixed length. Where there are too
+        # many, the oldest one of the busiest address is closed: an agent proves itself within a
+        # round trip.
         count = Counter(stranger.address for stranger in self._strangers.values())
         if count[address] < MAX_STRANGERS_PER_ADDRESS:
             if len(self._strangers) < self._stranger_limit():

@@ -52,11 +52,7 @@ class _Action:
 
 @dataclass
 class Reactor:
-    """Watches the ranks of one node, and starts a snapshot or trace of the run when needed.
-
-    Nodes share the number of reactions: the node that creates a reaction's file in the run
-    directory carries it out.
-    """
+    """Watches the ranks of one node, and starts a snapshot or trace of the run when needed."""
 
     run: RunPaths
     host: str
@@ -145,6 +141,8 @@ class Reactor:
 
     def _claim(self, alarm: Alarm) -> tuple[int, Path] | None:
         """The file of the next reaction of this kind; None if it is too early, or one too many."""
+        # Nodes share the number of reactions: the node that creates a reaction's file in the run
+        # directory carries it out.
         with contextlib.suppress(OSError):  # full disk: its result could not be stored either
             make_private(self.run.control, below=self.run.root)
             notified = 0 if self.notifier is None else NOTIFIED_TIMES

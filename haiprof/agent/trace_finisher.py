@@ -353,11 +353,7 @@ _FOLD_PROGRAM = (
 
 @dataclass
 class RunFolder:
-    """Folds what one host's ranks and samplers have written, while the job runs.
-
-    The child has the lowest priority, and is what the kernel ends first where memory runs out: what
-    it had not put in place by then is folded an hour later.
-    """
+    """Folds what one host's ranks and samplers have written, while the job runs."""
 
     run: RunPaths
     host: str
@@ -375,6 +371,8 @@ class RunFolder:
 
     def tick(self) -> None:
         """Starts a child when it is due, and none runs."""
+        # The child has the lowest priority, and is what the kernel ends first where memory runs
+        # out: what it had not put in place by then is folded an hour later.
         if not self._helper.is_working() and self.clock() >= self._due_s:
             self._due_s = self.clock() + self._every_s
             self._helper.start(self._words)

@@ -46,12 +46,7 @@ def drop_old_flight_names() -> None:
 
 
 class FlightRecorder:
-    """What the Flight Recorder of this process knows, without stacks.
-
-    A status costs some microseconds and is read once a second; the list of the last collectives
-    holds the interpreter lock for 15 us per entry (2,000 by default), and so it is read when asked
-    for and once at the end. Nothing here issues a collective.
-    """
+    """What the Flight Recorder of this process knows, without stacks."""
 
     def __init__(self, paths: RankPaths, clock: ClockAnchor) -> None:
         self._paths = paths
@@ -70,6 +65,9 @@ class FlightRecorder:
                 self._beat()
 
     def _beat(self) -> None:
+        # A status costs some microseconds and is read once a second; the list of the last
+        # collectives holds the interpreter lock for 15 us per entry (2,000 by default), and so it
+        # is read when asked for and once at the end. Nothing here issues a collective.
         now = _now()
         changed = []
         for group, status in self.status().items():

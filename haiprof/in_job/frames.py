@@ -164,11 +164,7 @@ def frame_lines(stack: Sequence[Place]) -> list[Frame]:
 
 
 class StackTree:
-    """Numbers for stacks; a stack that was seen before costs one dictionary look-up per frame.
-
-    Code objects are held, so that the identity of one is never that of another; they are bounded.
-    Expressions are told of the user's own code alone: of none in the folders `libraries`.
-    """
+    """Numbers for stacks; a stack that was seen before costs one dictionary look-up per frame."""
 
     def __init__(self, libraries: Sequence[str] = ()) -> None:
         self._libraries = libraries
@@ -191,6 +187,9 @@ class StackTree:
 
     def below(self, caller: int, place: Place) -> int:
         """The number of the stack of one more frame, which a stack called."""
+        # Code objects are held, so that the identity of one is never that of another; they are
+        # bounded. Expressions are told of the user's own code alone: of none in the folders
+        # `libraries`.
         code, offset = place
         key = (caller, id(code), offset)
         found = self._places.get(key)

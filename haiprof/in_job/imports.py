@@ -10,11 +10,7 @@ from typing import Any
 
 
 class ImportWatch:
-    """A finder for a few module names: the real spec, with a step added after the import.
-
-    It stays on sys.meta_path for good, and answers None when there is nothing left to wait for:
-    taking it out would make an import under way in another thread skip a finder.
-    """
+    """A finder for a few module names: the real spec, with a step added after the import."""
 
     def __init__(self, failed: Callable[[str, Exception], None]) -> None:
         self._failed = failed
@@ -22,6 +18,8 @@ class ImportWatch:
 
     def after(self, name: str, then: Callable[[Any], None]) -> None:
         """Calls `then(module)` once the job has imported `name`, at once if it already has."""
+        # It stays on sys.meta_path for good, and answers None when there is nothing left to wait
+        # for: taking it out would make an import under way in another thread skip a finder.
         module = sys.modules.get(name)
         if module is not None:
             then(module)

@@ -114,12 +114,7 @@ def describe_loader(loader: Any) -> dict[str, Any]:
 
 
 class InputSizes:
-    """Lines `input_size`: one where a root module's inputs have another size than before.
-
-    Steps that take longer because a curriculum gives them more are no drift, and only this tells.
-    The drain thread says when a look is due; the look is the training thread's, where it calls the
-    module, and no value is read but of an `attention_mask` on the CPU: how much of it is padding.
-    """
+    """Lines `input_size`: one where a root module's inputs have another size than before."""
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         self._lines = lines
@@ -143,6 +138,10 @@ class InputSizes:
 
     def look(self, step: int, tag: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A root module is called for training; after an error there are no more looks."""
+        # Steps that take longer because a curriculum gives them more are no drift, and only this
+        # tells. The drain thread says when a look is due; the look is the training thread's, where
+        # it calls the module, and no value is read but of an `attention_mask` on the CPU: how much
+        # of it is padding.
         self.is_due = False
         self._looked_ns, self._look_count = _now(), self._look_count + 1
         try:

@@ -460,13 +460,11 @@ def wrap_span(original: Callable[..., Any], state: State, kind: int) -> Any:
 
 
 class Staying:
-    """A module's function that is replaced once and for good: what it calls comes and goes.
-
-    One that the job holds, such as torch.save, can be pickled only while the module's attribute is
-    the same object.
-    """
+    """A module's function that is replaced once and for good: what it calls comes and goes."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
+        # One that the job holds, such as torch.save, can be pickled only while the module's
+        # attribute is the same object.
         self.original = original
         self.current = original
 

@@ -14,12 +14,7 @@ NOTHING, FETCHES, CALLS, COLLECTIVES = range(4)
 
 
 class Cycles:
-    """Training steps so far, by the optimizer steps that close them.
-
-    A segment is what lies between two cuts: a batch after an optimizer step. A run of closing
-    tokens without work between them opens a step when one of its optimizers has stepped in the
-    step before, or when its segment is new.
-    """
+    """Training steps so far, by the optimizer steps that close them."""
 
     def __init__(self) -> None:
         self.total = 0  # steps by that rule alone
@@ -92,6 +87,9 @@ class Cycles:
 
     def close(self, tag: int, *, holds_work: bool) -> bool:
         """An optimizer stepped; whether the step is now as long as the last whole one."""
+        # A segment is what lies between two cuts: a batch after an optimizer step. A run of closing
+        # tokens without work between them opens a step when one of its optimizers has stepped in
+        # the step before, or when its segment is new.
         fresh, self._fresh = self._fresh, False
         new_run = fresh or holds_work or self.open_work or not self._any_work
         if new_run:

@@ -174,14 +174,12 @@ def _pack_words(words: list[int]) -> bytes:
 
 
 class RingMemory:
-    """The shared memory of a ring, and its descriptor until the agent has been given it.
-
-    Its pages are there from the start and the file is sealed, so that no write of ours can raise
-    SIGBUS in the job, as it could where a disk is full. It is never unmapped: a thread may be
-    writing to it.
-    """
+    """The shared memory of a ring, and its descriptor until the agent has been given it."""
 
     def __init__(self, *, warm: bool) -> None:
+        # Its pages are there from the start and the file is sealed, so that no write of ours can
+        # raise SIGBUS in the job, as it could where a disk is full. It is never unmapped: a thread
+        # may be writing to it.
         number = os.memfd_create("haiprof-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._descriptor: Descriptor | None = Descriptor(number)
         try:

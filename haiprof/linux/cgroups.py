@@ -216,12 +216,7 @@ def _memory_v1(cgroup: Cgroup) -> tuple[Reading, ...]:
 
 
 class _MemoryStatV1:
-    """Parses memory.stat of version 1, and remembers the limit in it.
-
-    `hierarchical_memory_limit` is the kernel's own minimum over all ancestors, including those
-    that a container does not see.
-    Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, section 5.2.
-    """
+    """Parses memory.stat of version 1, and remembers the limit in it."""
 
     def __init__(self, folder: str) -> None:
         heads = ("total_rss ", "total_cache ", "total_swap ", "hierarchical_memory_limit ")
@@ -230,6 +225,9 @@ class _MemoryStatV1:
         self._limit: int | None = None
 
     def __call__(self, content: bytes) -> Sequence[Value]:
+        # `hierarchical_memory_limit` is the kernel's own minimum over all ancestors, including
+        # those that a container does not see. Source: Linux
+        # Documentation/admin-guide/cgroup-v1/memory.rst, section 5.2.
         self._limit = None
         *sizes, self._limit = self._numbers(content)
         return sizes

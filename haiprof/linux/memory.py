@@ -136,13 +136,7 @@ def move_pages(pid: int, addresses: Sequence[int]) -> Sequence[int]:
 
 
 class PageSample:
-    """A random sample of one process's pages, drawn anew at intervals.
-
-    Only private memory that can be written counts: the heap, tensors on the CPU, Python objects.
-    Pinned memory is a mapping of the driver's, memory shared between processes is a file's, and
-    both are left out. `/proc/PID/numa_maps` would count every page, and holds the process's memory
-    lock for milliseconds per GiB.
-    """
+    """A random sample of one process's pages, drawn anew at intervals."""
 
     def __init__(self, pid: int, *, root: Path = Path("/"), ask: MovePages = move_pages) -> None:
         self._pid = pid
@@ -153,6 +147,10 @@ class PageSample:
 
     def pages_by_node(self) -> Mapping[int, int]:
         """How many of the sampled pages that are in memory lie on each node."""
+        # Only private memory that can be written counts: the heap, tensors on the CPU, Python
+        # objects. Pinned memory is a mapping of the driver's, memory shared between processes is a
+        # file's, and both are left out. `/proc/PID/numa_maps` would count every page, and holds the
+        # process's memory lock for milliseconds per GiB.
         if self._read_count < 2 or self._read_count % _DRAW_EVERY == 0:
             self._addresses = draw_pages(self._regions(), random.Random(self._read_count))
         self._read_count += 1

@@ -98,12 +98,7 @@ class Share:
 
 @dataclass(slots=True)
 class ScaledSum:
-    """What some open counters of one event come to, as a count that only grows.
-
-    With more events than hardware counters the kernel multiplexes them, so each interval is scaled
-    by its own time enabled / time running. Scaling the totals instead, as perf does at the end of a
-    run, would give counts that decrease when the ratio changes.
-    """
+    """What some open counters of one event come to, as a count that only grows."""
 
     kernel: Kernel
     event: Event
@@ -118,6 +113,9 @@ class ScaledSum:
 
     def read(self) -> int:
         """Everything counted since they were opened."""
+        # With more events than hardware counters the kernel multiplexes them, so each interval is
+        # scaled by its own time enabled / time running. Scaling the totals instead, as perf does at
+        # the end of a run, would give counts that decrease when the ratio changes.
         for fd, last in self._last.items():
             content = self.kernel.read(fd)
             if len(content) != RECORD.size:
@@ -297,11 +295,7 @@ class MonitoredBytes:
 
 @dataclass(slots=True)
 class RemoteBytes:
-    """Total minus local traffic.
-
-    The two are read one after the other, so the difference could decrease by what passed in
-    between: it keeps its highest value, unless one of them restarted.
-    """
+    """Total minus local traffic."""
 
     local: MonitoredBytes
     whole: MonitoredBytes
@@ -311,6 +305,8 @@ class RemoteBytes:
 
     def read(self) -> int:
         """Bytes to and from the memory of other sockets; raises as `mbm_value`."""
+        # The two are read one after the other, so the difference could decrease by what passed in
+        # between: it keeps its highest value, unless one of them restarted.
         local = self.local.read()
         remote = self.whole.read() - local
         restarts = self.local.restarts + self.whole.restarts

@@ -85,12 +85,7 @@ _FORGET_AFTER = 30  # refreshes after which every parent is read anew, in case a
 
 
 class ProcessTree:
-    """The parent of every process.
-
-    A process's parent changes only when that parent ends, so it is read once per pid; a refresh
-    costs a listing of /proc. (`/proc/PID/task/TID/children` is per thread: for ranks with hundreds
-    of threads that is more files than there are processes, and many kernels are built without it.)
-    """
+    """The parent of every process."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -114,6 +109,10 @@ class ProcessTree:
 
     def refresh(self) -> None:
         """Reads which processes came and went; an unreadable /proc has none."""
+        # A process's parent changes only when that parent ends, so it is read once per pid; a
+        # refresh costs a listing of /proc. (`/proc/PID/task/TID/children` is per thread: for ranks
+        # with hundreds of threads that is more files than there are processes, and many kernels are
+        # built without it.)
         if self._refresh_count % _FORGET_AFTER == 0:
             self._parents = {}
         self._refresh_count += 1

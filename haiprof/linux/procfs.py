@@ -330,11 +330,7 @@ def boot_ns() -> int:
 
 
 class SuspendWatch:
-    """Compares both clocks. Rates stay right across a suspension; Unix times after it do not.
-
-    A virtual machine that its host pauses stops both clocks: nothing inside it can tell.
-    Source: clock_gettime(2).
-    """
+    """Compares both clocks. Rates stay right across a suspension; Unix times after it do not."""
 
     def __init__(self, clock: Clock, boot_clock: Clock) -> None:
         self._clock = clock
@@ -343,6 +339,8 @@ class SuspendWatch:
 
     def gap_ns(self) -> int:
         """How long the machine was suspended since the last call; 0 if it was not."""
+        # A virtual machine that its host pauses stops both clocks: nothing inside it can tell.
+        # Source: clock_gettime(2).
         at_least_ns, at_most_ns = self._bounds()
         gap_ns = at_least_ns - self._at_most_ns
         if gap_ns < _SHORTEST_NS:

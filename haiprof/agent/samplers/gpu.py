@@ -78,11 +78,7 @@ _REMEDY = "option NVreg_RestrictProfilingToAdminUsers=0 of the nvidia module, or
 
 @dataclass
 class Gpm:
-    """Metrics of one GPU over the time since the sample before.
-
-    Traffic is reported as a rate; it is summed up from 0 at the first sample and after every gap,
-    so that a gap reads as a counter reset.
-    """
+    """Metrics of one GPU over the time since the sample before."""
 
     device: Device
     columns: tuple[str, ...]
@@ -108,6 +104,8 @@ class Gpm:
 
     def read(self) -> list[Value | Unavailable]:
         """One value per column; one that is not known yet is missing, without a reason."""
+        # Traffic is reported as a rate; it is summed up from 0 at the first sample and after every
+        # gap, so that a gap reads as a counter reset.
         now, before = self.clock(), self._taken_ns
         left_ns = 0 if before is None else before + MIN_APART_NS - now
         if 0 < left_ns <= _WAIT_NS:  # the previous sample is not quite old enough
@@ -474,13 +472,11 @@ _WAIT = "nvmlEventSetWait_v2"
 
 
 class XidWatch:
-    """Waits for XID errors of all GPUs, only those from now on.
-
-    The thread has its own handle of the library and closes it itself, so that `stop` never waits
-    for the driver.
-    """
+    """Waits for XID errors of all GPUs, only those from now on."""
 
     def __init__(self, nvml: Nvml, devices: Sequence[Device], *, clock: Clock) -> None:
+        # The thread has its own handle of the library and closes it itself, so that `stop` never
+        # waits for the driver.
         self._nvml = Nvml(nvml.module)
         self._devices = devices
         self._clock = clock

@@ -26,11 +26,7 @@ from haiprof.run_format.tables import CGROUP, HOST, NUMA
 
 
 class SummedCounters:
-    """The sum of each counter over all devices.
-
-    It starts at the devices' own sum and grows by the growth of each of them between two reads: a
-    device that comes or goes, or whose counter wraps, makes no step in the sum.
-    """
+    """The sum of each counter over all devices."""
 
     def __init__(self, bits: Sequence[int]) -> None:
         self._ranges = [1 << width for width in bits]
@@ -39,6 +35,8 @@ class SummedCounters:
 
     def add(self, counts: Mapping[bytes, Sequence[int]]) -> tuple[int, ...]:
         """The sums, after the counters of each device as they are now."""
+        # It starts at the devices' own sum and grows by the growth of each of them between two
+        # reads: a device that comes or goes, or whose counter wraps, makes no step in the sum.
         last, self._last = self._last, counts
         if self._totals is None:
             columns = zip(*counts.values(), strict=True)
@@ -73,18 +71,16 @@ _IDLE, _IOWAIT = 3, 4  # places in the first line
 
 
 class CpuTimes:
-    """Parses /proc/stat into CPU_COLUMNS.
-
-    The kernel's idle and iowait may decrease by some ticks; they keep their highest value until
-    the whole file is reset. Guest time is already part of user time.
-    Source: Linux Documentation/filesystems/proc.rst, section 1.7.
-    """
+    """Parses /proc/stat into CPU_COLUMNS."""
 
     def __init__(self) -> None:
         self._last = [0] * 8
 
     def __call__(self, content: bytes) -> memory.Values:
         """The values; of the CPUs, from the first line alone."""
+        # The kernel's idle and iowait may decrease by some ticks; they keep their highest value
+        # until the whole file is reset. Guest time is already part of user time. Source: Linux
+        # Documentation/filesystems/proc.rst, section 1.7.
         words = content[: content.index(b"\n")].split()
         if words[0] != b"cpu":
             raise ValueError("the first line is not the sum of all CPUs")
@@ -114,12 +110,7 @@ _NVME_PATH = re.compile(rb"(nvme\d+)c\d+(n\d+)\Z")
 
 
 class DiskTotals:
-    """Parses /proc/diskstats into DISK_COLUMNS.
-
-    Left out: partitions (in their disk already), devices stacked on others (device mapper, RAID,
-    the head of an NVMe multipath: its paths are counted), and those in memory (loop, ram, zram).
-    Source: Linux Documentation/admin-guide/iostats.rst.
-    """
+    """Parses /proc/diskstats into DISK_COLUMNS."""
 
     def __init__(self, root: Path) -> None:
         self._block = root / "sys" / "block"
@@ -145,6 +136,9 @@ class DiskTotals:
         return self._counted[name]
 
     def _is_whole_disk(self, name: str) -> bool:
+        # Left out: partitions (in their disk already), devices stacked on others (device mapper,
+        # RAID, the head of an NVMe multipath: its paths are counted), and those in memory (loop,
+        # ram, zram). Source: Linux Documentation/admin-guide/iostats.rst.
         if _MEMORY_DISK.match(name):
             return False
         if not self._block.is_dir():
@@ -163,14 +157,7 @@ TCP_TROUBLE_FIELDS = ("TCPTimeouts", "ListenDrops")
 
 
 class NetworkTotals:
-    """Parses /proc/net/dev into NETWORK_COLUMNS, without lo.
-
-    Left out: interfaces stacked on others that are counted (bonds, bridges, VLANs), ports of a
-    bridge without hardware (the host's ends of containers), and ifb, which only delays what
-    others carry. Where the default route leads out through hardware, nothing else counts: other
-    ends of containers are routed to it (Calico, Cilium). In a container it leads through the
-    container's end, which has none. RDMA traffic is not in these counters.
-    """
+    """Parses /proc/net/dev into NETWORK_COLUMNS, without lo."""
 
     def __init__(self, root: Path) -> None:
         self._net = root / "sys" / "class" / "net"
@@ -194,6 +181,11 @@ class NetworkTotals:
 
     def _is_lowest(self, name: bytes) -> bool:
         """Checked each time where there is no hardware: a bridge may get its first port later."""
+        # Left out: interfaces stacked on others that are counted (bonds, bridges, VLANs), ports of
+        # a bridge without hardware (the host's ends of containers), and ifb, which only delays what
+        # others carry. Where the default route leads out through hardware, nothing else counts:
+        # other ends of containers are routed to it (Calico, Cilium). In a container it leads
+        # through the container's end, which has none. RDMA traffic is not in these counters.
         if name == b"lo" or name.startswith(b"ifb"):
             return False
         links = list_names(self._net / os.fsdecode(name))
@@ -291,12 +283,7 @@ _UJ = 1e-6
 
 
 class _Energy:
-    """Joules of CPU packages and memory: sums that go on where a zone's counter wraps.
-
-    Source: Linux Documentation/power/powercap/powercap.rst. Zones of a package have the name
-    `package-N`, its memory's `dram`; `psys` and `core` are in others or beside them. Two drivers
-    may show the same package (`intel-rapl`, `intel-rapl-mmio`): it is counted once.
-    """
+    """Joules of CPU packages and memory: sums that go on where a zone's counter wraps."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -321,6 +308,9 @@ class _Energy:
         return self._totals[0] * _UJ, memory
 
     def _find(self) -> list[tuple[Path, int, int]]:
+        # Source: Linux Documentation/power/powercap/powercap.rst. Zones of a package have the name
+        # `package-N`, its memory's `dram`; `psys` and `core` are in others or beside them. Two
+        # drivers may show the same package (`intel-rapl`, `intel-rapl-mmio`): it is counted once.
         found: dict[tuple[str, str], tuple[Path, int, int]] = {}
         for zone in sorted(self._folder.glob("intel-rapl*:*")):
             name = (zone / "name").read_text().strip()
@@ -376,11 +366,7 @@ _LIMITS = {"cpu": CPU_QUOTA, "memory": MEMORY_LIMIT}
 
 
 class CgroupSampler(ChangingSampler):
-    """One record of the launcher's cgroup, and one of each visible ancestor with a limit.
-
-    A cgroup counts the throttling by its own quota: that of an ancestor's quota is in the
-    ancestor's record. A launcher that is moved, or whose cgroup is recreated, gets another key.
-    """
+    """One record of the launcher's cgroup, and one of each visible ancestor with a limit."""
 
     name = "cgroup"
     recorder = "host"
@@ -406,6 +392,9 @@ class CgroupSampler(ChangingSampler):
 
     def present(self) -> Mapping[tuple[object, str], tuple[str, Places]]:
         """Name and places of the launcher's cgroup, and of the ancestors with a limit by now."""
+        # A cgroup counts the throttling by its own quota: that of an ancestor's quota is in the
+        # ancestor's record. A launcher that is moved, or whose cgroup is recreated, gets another
+        # key.
         if self._identity() != self._seen:
             self._locate()
         for path, (cgroups, limits) in list(self._unlimited.items()):

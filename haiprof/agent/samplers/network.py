@@ -190,11 +190,7 @@ class Attribute:
 
 
 class _PortSampler(ChangingSampler):
-    """One record per port.
-
-    On mlx5 each file read is a query to the adapter's firmware: only what is recorded is read. A
-    port whose device was registered again (driver reload, hot-plug) is another one.
-    """
+    """One record per port."""
 
     recorder = "infiniband"
     sources: Mapping[str, tuple[Source, ...]]
@@ -205,6 +201,8 @@ class _PortSampler(ChangingSampler):
         self._pread = pread
 
     def present(self) -> Mapping[tuple[str, int], Port]:
+        # On mlx5 each file read is a query to the adapter's firmware: only what is recorded is
+        # read. A port whose device was registered again (driver reload, hot-plug) is another one.
         return {(port.name, port.inode): port for port in find_ports(self.root)}
 
     def refresh(self) -> None:
@@ -393,11 +391,7 @@ def find_positions(names: Sequence[str]) -> Places:
 
 
 class EthernetSampler(ChangingSampler):
-    """One record per Ethernet interface with hardware behind it, where its driver counts any of it.
-
-    A driver may collect hundreds of statistics from the device per call: hence the slow interval,
-    and no call at all where none of them is recorded.
-    """
+    """One record per Ethernet interface with hardware behind it, if its driver counts any of it."""
 
     name = "ethernet"
     recorder = "infiniband"
@@ -429,6 +423,8 @@ class EthernetSampler(ChangingSampler):
 
     def present(self) -> Mapping[tuple[int, str], tuple[int, str]]:
         """Index and name of each; those without hardware, and representors, left out."""
+        # A driver may collect hundreds of statistics from the device per call: hence the slow
+        # interval, and no call at all where none of them is recorded.
         found = []
         for name in sorted(list_names(self._net)):
             folder = self._net / name

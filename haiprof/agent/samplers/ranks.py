@@ -28,11 +28,7 @@ _OTHER_NAMESPACE = "run haiprof where the rank runs, in the same container"
 
 
 class RankSampler(TableSampler):
-    """Samples a table with the keys `pid, start_ticks`; a subclass gives the readings.
-
-    A restarted rank and a reused pid have another key, so that no rate spans both. The first
-    reading of a rank has to raise `EntityGone` when the process has ended.
-    """
+    """Samples a table with the keys `pid, start_ticks`; a subclass gives the readings."""
 
     recorder = "process"
 
@@ -93,6 +89,8 @@ class RankSampler(TableSampler):
         self._check(process)
 
     def _check(self, process: RankProcess) -> None:
+        # A restarted rank and a reused pid have another key, so that no rate spans both. The first
+        # reading of a rank has to raise `EntityGone` when the process has ended.
         pid, start_ticks = process.pid, read_start_ticks(self.root, process.pid)
         if start_ticks is None:
             reason = f"no process {pid} (it has ended, or it runs in another PID namespace)"

@@ -135,11 +135,7 @@ class Node:
 
 
 class MissingLog:
-    """Collects what cannot be read, and returns each metric and reason once.
-
-    A reason may hold a number that differs each time: only the first `REASONS_PER_METRIC` of one
-    metric are stored, so that neither this nor the events file grows without bound.
-    """
+    """Collects what cannot be read, and returns each metric and reason once."""
 
     def __init__(self) -> None:
         self._said: dict[str, set[Missing]] = {}
@@ -147,6 +143,8 @@ class MissingLog:
 
     def note(self, metric: str, why: Unavailable, *, of: str = "") -> None:
         """Remembers why a metric, of an entity, cannot be read, unless it was noted before."""
+        # A reason may hold a number that differs each time: only the first `REASONS_PER_METRIC` of
+        # one metric are stored, so that neither this nor the events file grows without bound.
         reason = f"{of}: {why.reason}" if of else why.reason
         missing = Missing(metric, reason, why.status, why.remedy)
         said = self._said.setdefault(metric, set())

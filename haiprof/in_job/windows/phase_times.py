@@ -17,12 +17,7 @@ _now = time.perf_counter_ns
 
 
 class PhaseTimes:
-    """Notes two times for each pass; they become ranges of the trace when its file is finished.
-
-    Ranges of torch's own (`record_function`) would be events of the profiler while it records,
-    nodes of the execution trace, and ranges on the GPU: these cost nothing there. Both clocks agree
-    to less than a microsecond (tests/process/test_traced_run.py).
-    """
+    """Notes two times for each pass; they become ranges of the trace when its file is finished."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int, int]] = []
@@ -30,6 +25,9 @@ class PhaseTimes:
 
     def begin(self, kind: int, end: Callable[[], None]) -> Callable[[], None]:
         """A span begins."""
+        # Ranges of torch's own (`record_function`) would be events of the profiler while it
+        # records, nodes of the execution trace, and ranges on the GPU: these cost nothing there.
+        # Both clocks agree to less than a microsecond (tests/process/test_traced_run.py).
         spans = self._spans
         if kind not in _NAMES or len(spans) >= LIMIT:
             return end

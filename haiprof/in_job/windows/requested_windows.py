@@ -286,11 +286,7 @@ class Windows:
 
 
 class PlannedWindows(Windows):
-    """The windows of a plan: rehearsal of one step, warm-up, the steps themselves, the files.
-
-    The rehearsal records one step some steps before and throws it away. It warms the profiler up,
-    so that the first step of the window is like the others, and tells how large a step is.
-    """
+    """The windows of a plan: rehearsal of one step, warm-up, the steps themselves, the files."""
 
     def __init__(self, plan: Plan, context: WindowContext) -> None:
         super().__init__(context)
@@ -375,6 +371,9 @@ class PlannedWindows(Windows):
         self._recording.mark(number, True)
 
     def _end_rehearsal(self) -> None:
+        # The rehearsal records one step some steps before and throws it away. It warms the profiler
+        # up, so that the first step of the window is like the others, and tells how large a step
+        # is.
         rehearsal, self._rehearsal = self._rehearsal, None
         if rehearsal is None:
             return

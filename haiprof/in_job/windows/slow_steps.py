@@ -37,13 +37,7 @@ class _HeldRecording:
 
 
 class KeepSlow(Windows):
-    """Rolling windows of a few steps, in memory, one at a time.
-
-    How often there is one follows from what they cost: setting up, starting, stopping, and how much
-    longer profiled steps take than others, against the budget. Ranks record the same steps and keep
-    the same windows: one in which no step was slow here is held until the others have had time to
-    say that one was.
-    """
+    """Rolling windows of a few steps, in memory, one at a time."""
 
     def __init__(
         self, config: Mapping[str, Any], context: WindowContext, schedule: RollingSchedule
@@ -180,6 +174,10 @@ class KeepSlow(Windows):
 
     def _pace(self) -> tuple[int, int]:
         """Steps in a window, and from the start of one to the start of the next."""
+        # How often there is one follows from what they cost: setting up, starting, stopping, and
+        # how much longer profiled steps take than others, against the budget. Ranks record the same
+        # steps and keep the same windows: one in which no step was slow here is held until the
+        # others have had time to say that one was.
         period = self._length
         if self._costs:
             usual = max(1, self._context.times.usual_ns)

@@ -17,12 +17,7 @@ End = Callable[[], Any]
 
 
 class SteadySteps:
-    """Stands in for the counter while each step has the spans of the step before, in order.
-
-    Such a step moves the counter by the same amount each time, so that many of them are one
-    addition. It is made, and the counter told the spans of the step under way, as soon as
-    something else comes. Steps are taken whose spans hold no others; what ends a loader is not.
-    """
+    """Stands in for the counter while each step has the spans of the step before, in order."""
 
     def __init__(
         self, counter: StepCounter, tell: Tell, *, otherwise: Callable[[int, Any], End | None],
@@ -144,6 +139,10 @@ class SteadySteps:
 
     def leave(self) -> None:
         """Brings the counter up to date; it counts again."""
+        # Such a step moves the counter by the same amount each time, so that many of them are one
+        # addition. It is made, and the counter told the spans of the step under way, as soon as
+        # something else comes. Steps are taken whose spans hold no others; what ends a loader is
+        # not.
         if not self.follows:
             return
         self.follows = False

@@ -136,13 +136,11 @@ class Agreement:
 
 
 class Meeting:
-    """Where ranks that hear of a request at different steps take up the same number.
-
-    How often its optimizers have stepped is the same on every rank between two steps; how many of
-    them make up a step is not known, and is learned from there on.
-    """
+    """Where ranks that hear of a request at different steps take up the same number."""
 
     def __init__(self, config: Mapping[str, Any], agreement: Agreement, *, joined: int) -> None:
+        # How often its optimizers have stepped is the same on every rank between two steps; how
+        # many of them make up a step is not known, and is learned from there on.
         steps, pace_ns = config.get("steps"), int(config.get("step_ns") or 0)
         ahead_ns = round(float(config.get("ahead_s") or AGREE_S) * _NS_PER_S)
         self.joined = joined
@@ -245,11 +243,7 @@ class Plan:
 
 
 class RollingSchedule:
-    """Where the rolling windows of --keep-slow lie.
-
-    They come in series: length and period of one are settled when it begins, by the first rank.
-    Where in a period a window lies changes, so that no rhythm of the job hides.
-    """
+    """Where the rolling windows of --keep-slow lie."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -261,6 +255,8 @@ class RollingSchedule:
 
     def next_first(self, number: int, *, pace: Callable[[], tuple[int, int]], usual_ns: int) -> int:
         """First step of the next window, not before `number`."""
+        # They come in series: length and period of one are settled when it begins, by the first
+        # rank. Where in a period a window lies changes, so that no rhythm of the job hides.
         while True:
             if self._place >= self._count:
                 self._settle(number, pace(), usual_ns)

@@ -39,11 +39,7 @@ def other_tool(environ: Mapping[str, str]) -> str | None:
 
 
 class Guard:
-    """Knows which profilers of the job are entered: recording, or warming up for it.
-
-    `torch.autograd.profiler.profile` is what all of torch.profiler's, Lightning's and Accelerate's
-    end in; `emit_nvtx` and `emit_itt` take the same place in torch.
-    """
+    """Knows which profilers of the job are entered: recording, or warming up for it."""
 
     def __init__(self, make_way: Callable[[], None]) -> None:
         self._make_way = make_way
@@ -53,6 +49,8 @@ class Guard:
 
     def install(self, *, late: bool) -> None:
         """Wraps the classes; `late` also looks for instances that were entered before (30 ms)."""
+        # `torch.autograd.profiler.profile` is what all of torch.profiler's, Lightning's and
+        # Accelerate's end in; `emit_nvtx` and `emit_itt` take the same place in torch.
         from torch.autograd import profiler
 
         names = ("profile", "emit_nvtx", "emit_itt")
