@@ -263,10 +263,9 @@ _TEXT_LIMIT = 8192
 
 def _is_text(value: object) -> bool:
     """Whether it can be sent: not with undecodable bytes of a path (surrogates in Python)."""
-    try:
+    with contextlib.suppress(UnicodeEncodeError):
         return isinstance(value, str) and 0 < len(value) <= _TEXT_LIMIT and bool(os.fsencode(value))
-    except UnicodeEncodeError:
-        return False
+    return False
 
 
 _TRACE: Schema = {

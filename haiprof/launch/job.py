@@ -452,7 +452,6 @@ def _explain_no_reports(ended: Manifest) -> None:
 
 def _stderr_fd() -> int:
     """Where a child's output goes: our stderr, or nowhere when that is closed."""
-    try:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         return sys.stderr.fileno()
-    except (OSError, ValueError, AttributeError):
-        return subprocess.DEVNULL
+    return subprocess.DEVNULL

@@ -161,10 +161,9 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
 
 
 def _short(path: Path) -> str:
-    try:
+    with contextlib.suppress(ValueError, OSError):
         return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return str(path)
+    return str(path)
 
 
 START_LIMIT_S = 30.0  # how long a log directory that does not answer may delay the start of the job

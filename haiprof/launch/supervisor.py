@@ -300,10 +300,9 @@ class Outcome:
         """`SIGTERM`, and `SIG37` for one without a name."""
         if self.signal is None:
             return None
-        try:
+        with contextlib.suppress(ValueError):
             return signal.Signals(self.signal).name
-        except ValueError:
-            return f"SIG{self.signal}"
+        return f"SIG{self.signal}"
 
 
 class Supervisor:
@@ -578,10 +577,9 @@ def _send(child: subprocess.Popen[bytes], number: int) -> None:
 
 def _in_our_group(pid: int) -> bool:
     """Whether the job has stayed in our process group: not after setsid, say."""
-    try:
+    with contextlib.suppress(OSError):
         return os.getpgid(pid) == os.getpgrp()
-    except OSError:
-        return True
+    return True
 
 
 def _stops(pid: int) -> bool:
@@ -595,10 +593,9 @@ def _stops(pid: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal."""
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):
         return stat_fields(f"/proc/{pid}")[0] == b"T"
-    except (OSError, ValueError, IndexError):
-        return False
+    return False
 
 
 def die_of(number: int) -> None:

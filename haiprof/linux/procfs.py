@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -17,42 +18,37 @@ from haiprof.linux.readings import Clock, Reading, Unavailable, Value, os_status
 
 def read_text(path: Path) -> str | None:
     """A file's text without the white space around it."""
-    try:
+    with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None
+    return None
 
 
 def read_int(path: Path) -> int | None:
     """The number that a file holds; None without the file, or where it holds something else."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def list_names(folder: Path) -> list[str]:
     """Names in a folder, in any order."""
-    try:
+    with contextlib.suppress(OSError):
         return os.listdir(folder)
-    except OSError:
-        return []
+    return []
 
 
 def link_name(path: Path) -> str | None:
     """The last part of what a link leads to, such as the name of a driver."""
-    try:
+    with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(path))
-    except OSError:
-        return None
+    return None
 
 
 def inode(path: Path | str) -> int | None:
     """The inode: another one shows that a folder was removed and made again."""
-    try:
+    with contextlib.suppress(OSError):
         return os.stat(path).st_ino
-    except OSError:
-        return None
+    return None
 
 
 # 16 KiB holds most of these files, and a larger buffer is allocated anew at every read
@@ -169,7 +165,7 @@ def read_process(root: Path, pid: int) -> ProcessReading | None:
     # Resident memory is statm's: stat's own lags behind by what each CPU still holds back.
     folder = f"{root}/proc/{pid}"
     io_result = _read_io(f"{folder}/io")
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):
         rss_bytes = int(read_small(f"{folder}/statm").split()[1]) * PAGE_BYTES
         fields = stat_fields(folder)
         own = int(fields[11]) + int(fields[12])
@@ -183,8 +179,7 @@ def read_process(root: Path, pid: int) -> ProcessReading | None:
             io_bytes=None if isinstance(io_result, Unavailable) else io_result,
             io_missing=io_result if isinstance(io_result, Unavailable) else None,
         )  # fmt: skip
-    except (OSError, ValueError, IndexError):
-        return None
+    return None
 
 
 def read_parent(root: Path, pid: int) -> int | None:
@@ -246,10 +241,9 @@ def process_state(pid: int, *, proc: Path = Path("/proc")) -> dict[str, str | No
 
 def process_ids(proc: Path) -> list[int]:
     """All processes; none where /proc cannot be listed."""
-    try:
+    with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir(proc) if name.isdigit()]
-    except OSError:
-        return []
+    return []
 
 
 def process_exists(pid: object) -> bool:
@@ -283,10 +277,9 @@ def has_mapped(pid: int, library: bytes, *, proc: Path = Path("/proc")) -> bool:
 
 def user_id(pid: int, *, proc: Path = Path("/proc")) -> int | None:
     """User id of a process; None when it is gone."""
-    try:
+    with contextlib.suppress(OSError):
         return (proc / str(pid)).stat().st_uid
-    except OSError:
-        return None
+    return None
 
 
 def strings(path: Path) -> list[str]:
@@ -301,18 +294,16 @@ def strings(path: Path) -> list[str]:
 
 def command_line(pid: int, *, proc: Path = Path("/proc")) -> list[str]:
     """The command line of a process; empty where it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         return strings(proc / str(pid) / "cmdline")
-    except OSError:
-        return []
+    return []
 
 
 def environment(pid: int, *, proc: Path = Path("/proc")) -> dict[str, str]:
     """The environment a process was started with; empty where it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         return variables(strings(proc / str(pid) / "environ"))
-    except OSError:
-        return {}
+    return {}
 
 
 def variables(entries: Iterable[str]) -> dict[str, str]:

@@ -88,10 +88,9 @@ def _cpu_numbers(root: Path, file: str) -> Iterator[tuple[int, int]]:
 
 
 def _number(text: str) -> int:
-    try:
+    with contextlib.suppress(ValueError):
         return int(text, 0)
-    except ValueError:
-        return 0
+    return 0
 
 
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]\Z")

@@ -184,10 +184,9 @@ class Device:
 
     def ask(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it
         """The same, None where there is no answer."""
-        try:
+        with contextlib.suppress(Unavailable):
             return self.call(function, *arguments)
-        except Unavailable:
-            return None
+        return None
 
     @property
     def has_mig(self) -> bool:
