@@ -93,10 +93,9 @@ def live_as_companion(
         pulse.start()
         to_launcher.send(environment={**environment, **job.prepare(environ)})
         pulse.stop()
-    try:
+    started = {}
+    with contextlib.suppress(EOFError):
         started = to_launcher.receive(None) or {}
-    except EOFError:
-        started = {}
     if "started" in started:
         job.record(to_launcher, pulse, int(started["started"]), environ)
     else:
@@ -127,13 +126,9 @@ def _flight_recorder(environ: Mapping[str, str], run: RunPaths) -> dict[str, str
 def _runs_already(run: RunPaths, name: str) -> str | None:
     """Another run of this job in the same log directory that its launcher still looks after."""
     # Only the newest few of that name are looked at, and only this node's processes: it is a hint.
-    try:
-        with os.scandir(run.root.parent) as entries:
-            names = sorted(e.name for e in entries if e.name.startswith(f"{name}-"))
-    except OSError:
-        return None
-    from haiprof.linux.procfs import command_line  # not at the launcher's start
+    from haiprof.linux.procfs import command_line, list_names  # not at the launcher's start
 
+    names = sorted(each for each in list_names(run.root.parent) if each.startswith(f"{name}-"))
     for other in [n for n in reversed(names) if n != run.root.name][:_LOOKED_AT]:
         with contextlib.suppress(HaiprofError, OSError):
             manifest = read_manifest(RunPaths(run.root.parent / other))

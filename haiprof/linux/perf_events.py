@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-from haiprof.linux.procfs import read_int
+from haiprof.linux.procfs import list_names, read_int
 from haiprof.linux.readings import Entity, Reading, Status, Unavailable, os_status
 from haiprof.linux.topology import socket_of_cache, socket_of_cpu
 
@@ -238,10 +238,7 @@ def resctrl_entities(root: Path) -> list[Entity]:
     folder = root / "sys/fs/resctrl"
     if not folder.is_dir():
         raise Unavailable(f"{folder}: the kernel or the CPU has no resctrl")
-    try:
-        names = sorted(each.name for each in (folder / "mon_data").iterdir())
-    except OSError:
-        names = []
+    names = sorted(list_names(folder / "mon_data"))
     ids = {name: name.removeprefix("mon_L3_") for name in names if name.startswith("mon_L3_")}
     caches = {int(number): name for name, number in ids.items() if number.isdecimal()}
     if not caches:

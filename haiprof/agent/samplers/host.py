@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from haiprof.agent.samplers.table import ChangingSampler, Node, TableSampler
 from haiprof.base.units import NS_PER_MS
-from haiprof.linux import memory
+from haiprof.linux import memory, procfs
 from haiprof.linux.cgroups import (
     CPU_QUOTA,
     MEMORY_LIMIT,
@@ -210,11 +210,7 @@ class NetworkTotals:
 def _default_interfaces(routes: Path) -> set[str]:
     """Interfaces of default routes; none where the list cannot be read."""
     # Source: Linux net/ipv4/fib_trie.c, fib_route_seq_show(): destination and mask are in hex.
-    try:
-        lines = routes.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
-    except OSError:
-        return set()
-    fields = (line.split() for line in lines)
+    fields = (line.split() for line in (procfs.read_text(routes) or "").splitlines()[1:])
     return {each[0] for each in fields if len(each) > 7 and each[1] == each[7] == "00000000"}
 
 
@@ -258,10 +254,7 @@ class NumaSampler(TableSampler):
     def find(self) -> Iterable[Entity]:
         """The NUMA nodes in /sys."""
         nodes = self.root / "sys/devices/system/node"
-        try:
-            found = [int(m[1]) for each in nodes.iterdir() if (m := _NODE.match(each.name))]
-        except OSError:
-            found = []
+        found = [int(m[1]) for name in list_names(nodes) if (m := _NODE.match(name))]
         if not found:
             raise Unavailable(f"{nodes}: no NUMA nodes (a kernel without CONFIG_NUMA)")
         columns, entities = [column.name for column in NUMA.metrics], []

@@ -27,7 +27,7 @@ from haiprof.linux.perf_events import (
     refusal,
     resctrl_entities,
 )
-from haiprof.linux.procfs import read_start_ticks
+from haiprof.linux.procfs import list_names, read_start_ticks
 from haiprof.linux.readings import Entity, EntityGone, Reading, Unavailable, Value
 from haiprof.linux.topology import PMU_FOLDER, Cpu, no_core_pmu, node_count, read_cpu, socket_of_cpu
 from haiprof.run_format.tables import MEMORY_BANDWIDTH, REMOTE_MEMORY
@@ -170,10 +170,7 @@ class Pmu:
 def find_pmus(root: Path, pattern: str) -> list[Pmu]:
     """The PMUs of that name; empty where there are none."""
     folder = root / PMU_FOLDER
-    try:
-        names = sorted(each.name for each in folder.iterdir() if re.match(pattern, each.name))
-    except OSError:
-        return []
+    names = sorted(name for name in list_names(folder) if re.match(pattern, name))
     return [
         Pmu(
             name=name, type=int((folder / name / "type").read_text()),
@@ -223,9 +220,7 @@ def _bits(name: str, ranges: str, value: int) -> tuple[str, int]:
 
 
 def _texts(folder: Path) -> dict[str, str]:
-    if not folder.is_dir():
-        return {}
-    return {each.name: each.read_text().strip() for each in folder.iterdir()}
+    return {name: (folder / name).read_text().strip() for name in list_names(folder)}
 
 
 _EVERY_CPU = 0  # the kernel.perf_event_paranoid that allows counting a whole CPU

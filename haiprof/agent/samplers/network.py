@@ -122,10 +122,8 @@ def find_ports(root: Path) -> list[Port]:
 
 
 def _ports_of(device: Path) -> list[Port]:
-    try:
-        numbers = sorted(int(name) for name in os.listdir(device / "ports") if name.isdigit())
-    except OSError:
-        return []  # it has just gone, or has no port yet: a later look finds it
+    # None where it has just gone, or has no port yet: a later look finds it.
+    numbers = sorted(int(name) for name in list_names(device / "ports") if name.isdigit())
     folders, alone = {n: device / "ports" / str(n) for n in numbers}, len(numbers) == 1
     return [
         Port(device=device.name, number=number, folder=folder, inode=present, alone=alone)

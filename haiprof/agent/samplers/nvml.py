@@ -100,10 +100,8 @@ class Nvml:
             self.module = module
         self.call("nvmlInit")
         self._started = True
-        try:
+        with contextlib.suppress(Unavailable):  # what depends on it is then not read
             self.version = text(self.call("nvmlSystemGetDriverVersion"))
-        except Unavailable:
-            self.version = ""  # what depends on it is then not read
 
     @property
     def driver(self) -> Version:
