@@ -22,6 +22,7 @@ from haiprof.base.errors import HaiprofError, RunFormatError
 from haiprof.base.messages import print_message
 from haiprof.base.options import Options
 from haiprof.base.safe_files import make_folder, remove_file
+from haiprof.base.units import shorten
 from haiprof.linux.processes import ProcessTree
 from haiprof.linux.procfs import (
     has_mapped,
@@ -446,9 +447,8 @@ def find_unreported(
         label = _LABELLED if any(name in environ for name in _RANK_VARIABLES) else _NOTHING
         blocked = _why_blocked(argv, environ, root, boot_dir) if met <= label else None
         if blocked and (label or has_mapped(pid, b"libtorch", proc=root / "proc")):
-            text = " ".join(mask_command(argv))
-            short = text if len(text) <= _COMMAND_CHARS else text[: _COMMAND_CHARS - 1] + "…"
-            found = [Unreported(pid=pid, command=short, reason=blocked[0], remedy=blocked[1])]
+            command = shorten(" ".join(mask_command(argv)), _COMMAND_CHARS)
+            found = [Unreported(pid=pid, command=command, reason=blocked[0], remedy=blocked[1])]
         return max(met, label), found
 
     return visit(root_pid)[1]

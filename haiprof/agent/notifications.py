@@ -24,7 +24,7 @@ from haiprof.base.medians import mean_median
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_NO_KUBEFLOW, is_notify_url
 from haiprof.base.posting import open_without_redirects
-from haiprof.base.units import NS_PER_S, duration_text
+from haiprof.base.units import NS_PER_S, duration_text, shorten
 from haiprof.base.version import __version__
 from haiprof.run_format.reader import try_read_lines
 from haiprof.run_format.secrets import mask_text
@@ -386,7 +386,4 @@ class TrainJobStatus:
 
 def _metrics(values: Mapping[str, object]) -> list[dict[str, str]]:
     texts = {name: mask_text(str(value)) for name, value in values.items()}
-    return [
-        {"name": name, "value": text if len(text) <= _TEXT_LIMIT else f"{text[: _TEXT_LIMIT - 1]}…"}
-        for name, text in texts.items()
-    ]
+    return [{"name": name, "value": shorten(text, _TEXT_LIMIT)} for name, text in texts.items()]

@@ -22,7 +22,6 @@ from haiprof.agent.process_ends import ProcessEnds, note_job_end, note_launcher_
 from haiprof.agent.reactions import Reactor
 from haiprof.agent.step_watch import Watch
 from haiprof.agent.trace_finisher import Finisher, RunFolder
-from haiprof.base.errors import RunFormatError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_KINETO_DAEMON, ENV_LOG_DIR, ENV_TRAINJOB, SHARES, Options
 from haiprof.base.subcommand import Subcommand, end_child
@@ -32,7 +31,7 @@ from haiprof.launch.supervisor import Line, Outcome, Pulse, Supervisor, discard
 from haiprof.linux.procfs import read_start_ticks, still_runs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
-from haiprof.run_format.reader import read_failures, read_json
+from haiprof.run_format.reader import read_failures, try_read_json
 
 if TYPE_CHECKING:  # these are loaded where they are asked for
     from haiprof.agent.burst import Burst, Nsys, Refusal
@@ -287,12 +286,9 @@ class Job:
 
     def _read_verdict(self) -> dict[str, Any]:
         """Headline, death, and titles of the problems; empty where there is no verdict."""
-        try:
-            saved = read_json(self.run.verdict_json)
-        except RunFormatError:
-            return {}
+        saved = try_read_json(self.run.verdict_json)
         death, findings = saved.get("death"), saved.get("findings") or []
-        return {
+        return saved and {
             "headline": death.get("headline") if isinstance(death, dict) else saved.get("headline"),
             "problems": [one.get("title") for one in findings],
             "death": death if isinstance(death, dict) else None,

@@ -16,7 +16,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError
+from haiprof.base.errors import HaiprofError, MissingExtraError, UsageError, convert_os_errors
 from haiprof.base.log_addresses import is_address
 from haiprof.base.options import ENV_ACTIVE, ENV_RENDEZVOUS, is_enabled, safe_name
 from haiprof.base.safe_files import create_file, make_named_folder, make_private
@@ -102,7 +102,7 @@ def local_words(spec: engines.JobSpec) -> list[str]:
 
 
 def _start(spec: engines.JobSpec, environ: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    try:
+    with convert_os_errors(UsageError, f"cannot start into {log}"):
         make_named_folder(log.parent)
         with os.fdopen(create_file(log, below=log.parent), "wb") as file:
             return subprocess.Popen(
@@ -110,8 +110,6 @@ def _start(spec: engines.JobSpec, environ: Mapping[str, str], log: Path) -> subp
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,  # no terminal: closing one does not end the job
             )  # fmt: skip
-    except OSError as error:
-        raise UsageError(f"cannot start into {log}: {error.strerror or error}") from None
 
 
 def _environment(spec: engines.JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
