@@ -122,41 +122,39 @@ class FlightRecorder:
         return bool(self._dumps)
 
 
+def _world() -> Any:
+    """What torch.distributed knows of its groups; None where it is not loaded."""
+    return getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+
+
 def group_ranks() -> dict[str, list[int]]:
     """Global ranks of each process group of this process, by the group's name."""
-    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    world = getattr(module, "_world", None)
-    names = getattr(world, "pg_names", {})
+    world = _world()
     ranks = getattr(world, "pg_group_ranks", {})
     return {
         str(name): sorted(int(rank) for rank in ranks.get(group, {}))
-        for group, name in list(names.items())
+        for group, name in list(getattr(world, "pg_names", {}).items())
     }
 
 
 def groups_line() -> dict[str, Any] | None:
     """Groups that are a part of the world, with the job's names of them; None without any."""
-    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    world = getattr(module, "_world", None)
-    own, count = group_ranks(), len(getattr(world, "pg_group_ranks", {}).get(
-        getattr(world, "default_pg", None), {}))  # fmt: skip
-    described = {
-        str(name): str(getattr(group, "group_desc", ""))  # torch 2.3 and newer
-        for group, name in list(getattr(world, "pg_names", {}).items())
-    }
+    world, own = _world(), group_ranks()
+    whole = getattr(world, "default_pg", None)
+    count = len(getattr(world, "pg_group_ranks", {}).get(whole, {}))
     parts = [
-        {"name": name, "description": described.get(name, ""), "ranks": ranks}
-        for name, ranks in own.items()
-        if 1 < len(ranks) < count
-    ]
+        {"name": str(name), "ranks": own[str(name)],
+         "description": str(getattr(group, "group_desc", ""))}  # torch 2.3 and newer
+        for group, name in list(getattr(world, "pg_names", {}).items())
+        if 1 < len(own.get(str(name), ())) < count
+    ]  # fmt: skip
     return {"type": "process_groups", "groups": parts} if parts else None
 
 
 def collective_timeout_ns() -> int | None:
     """How long a collective of the default group may take; None where there is no group."""
     # After that gloo raises in every rank that waits, and NCCL's watchdog ends it.
-    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    group = getattr(getattr(module, "_world", None), "default_pg", None)
+    group = getattr(_world(), "default_pg", None)
     if group is None:
         return None
     import torch

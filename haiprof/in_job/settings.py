@@ -298,16 +298,6 @@ def _limits(
     """Limits of the control group and of all above it."""
     # Inside a container the path is the host's where the namespace is shared, and not below the
     # mount: then the mount itself is the container's.
-    for folder in _folders(controller, proc=proc, mount=mount):
-        try:
-            limit = read(folder)
-        except (OSError, ValueError):
-            continue  # the top of a tree has no such file
-        if limit is not None:
-            yield limit
-
-
-def _folders(controller: str, *, proc: Path, mount: Path) -> Iterator[Path]:
     for line in proc.read_text(encoding="utf-8", errors="replace").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -320,7 +310,12 @@ def _folders(controller: str, *, proc: Path, mount: Path) -> Iterator[Path]:
             continue
         own = PurePosixPath("/", path)
         for folder in (own, *own.parents):
-            yield top / folder.relative_to("/")
+            try:
+                limit = read(top / folder.relative_to("/"))
+            except (OSError, ValueError):
+                continue  # the top of a tree has no such file
+            if limit is not None:
+                yield limit
 
 
 def _cores(folder: Path) -> float | None:
