@@ -233,35 +233,33 @@ def _read_result(path: Path) -> dict[str, Any] | None:
 
 def _of_snapshot(found: Mapping[str, Any]) -> dict[str, Any]:
     """The ranks that held the job up, without those that save a checkpoint or wait for one."""
-    if not found.get("ranks"):
+    ranks = found.get("ranks")
+    if not ranks:
         return {"state": "failed", "reason": "the ranks had ended before they were asked"}
     saving = found.get("saving") or []
     suspects = [{key: suspect.get(key) for key in _KEPT} for suspect in found.get("suspects", ())]
     if not suspects and not saving:
-        suspects = _only_rank(found.get("ranks"))
+        suspects = _only_rank(ranks)
     if all(suspect["rank"] in saving for suspect in suspects):
         suspects = []
     return {
         "state": "done", "path": found.get("path"), "moves": found.get("moves"), "saving": saving,
         "suspects": suspects[:_MOST_SUSPECTS],
-        "all_at": None if suspects or saving else _common_line(found.get("ranks")),
+        "all_at": None if suspects or saving else _common_line(ranks),
     }  # fmt: skip
 
 
-def _common_line(ranks: object) -> str | None:
+def _common_line(ranks: Sequence[Mapping[str, Any]]) -> str | None:
     """Where all of several ranks are; None where their lines differ or one is not known."""
-    stacks = [
-        parse_frames(rank.get("stack")) if isinstance(rank, dict) else None
-        for rank in (ranks if isinstance(ranks, list) else ())
-    ]
+    stacks = [parse_frames(rank.get("stack")) for rank in ranks]
     if len(stacks) < 2 or not stacks[0] or any(stack != stacks[0] for stack in stacks):
         return None
     return stack_text(stacks[0])
 
 
-def _only_rank(ranks: object) -> list[dict[str, Any]]:
+def _only_rank(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The only rank of a job, which stands still: nobody else holds it up."""
-    if not isinstance(ranks, list) or len(ranks) != 1 or not isinstance(ranks[0], dict):
+    if len(ranks) != 1:
         return []
     only = ranks[0]
     frames = parse_frames(only.get("stack")) or ()

@@ -278,31 +278,30 @@ class Finisher:
     def finish(self, asked_to_end: Callable[[], bool], *, quiet: bool) -> None:
         """Called when the job is over: finishes what is left and prints the progress."""
         try:
-            self._finish(asked_to_end, quiet=quiet)
+            total = len(self._waiting())
+            if not self._helper.is_working() and not self._stems():
+                return
+            began = said = time.monotonic()
+            last = False  # a child that knows that all ranks have ended
+            while time.monotonic() < began + LIMIT_S:
+                if not self._helper.is_working():
+                    if last:
+                        break
+                    last = True
+                    self._start("last")
+                if not quiet and time.monotonic() > said + QUIET_S:
+                    said = time.monotonic()
+                    print_message(f"writing traces: {total - len(self._waiting())} of {total}")
+                if asked_to_end():
+                    break
+            self._helper.end()
+            left = len(self._waiting())
+            if left and not quiet:
+                print_message(
+                    f"{left} of {total} traces stay uncompressed in {self.run.trace_parts}"
+                )
         finally:
             self._tidy()
-
-    def _finish(self, asked_to_end: Callable[[], bool], *, quiet: bool) -> None:
-        total = len(self._waiting())
-        if not self._helper.is_working() and not self._stems():
-            return
-        began = said = time.monotonic()
-        last = False  # a child that knows that all ranks have ended
-        while time.monotonic() < began + LIMIT_S:
-            if not self._helper.is_working():
-                if last:
-                    break
-                last = True
-                self._start("last")
-            if not quiet and time.monotonic() > said + QUIET_S:
-                said = time.monotonic()
-                print_message(f"writing traces: {total - len(self._waiting())} of {total}")
-            if asked_to_end():
-                break
-        self._helper.end()
-        left = len(self._waiting())
-        if left and not quiet:
-            print_message(f"{left} of {total} traces stay uncompressed in {self.run.trace_parts}")
 
     def _start(self, *words: str) -> None:
         self._helper.start((str(self.run.root), self.host, *words))
