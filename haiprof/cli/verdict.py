@@ -169,7 +169,8 @@ def verdict(
     found = diagnose(analyzer, trace_limit_bytes=limit, since_ns=since)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     is_own = other_uid(analyzer.run.manifest) is None
-    if header.is_running and is_own and not (save or collect or last):
+    runs_now = header.is_running and header.start_wall_ns is not None
+    if runs_now and is_own and not (save or collect or last):
         found = _lead_with_a_stall(found, analyzer)
     content = as_document(found, since_ns=since)
     if save:

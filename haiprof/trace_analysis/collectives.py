@@ -310,7 +310,7 @@ def _around_launch(kernels: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     names = {"ts_ns": "span_ns", "tid": "launch_tid", "dur_ns": "span_dur"}
     carried = [name for name in spans.columns if name not in names]
     found = kernels.sort("launch_ns").join_asof(
-        spans.rename(names).sort("span_ns"), left_on="launch_ns", right_on="span_ns",
+        spans.rename(mapping=names).sort("span_ns"), left_on="launch_ns", right_on="span_ns",
         by="launch_tid", check_sortedness=False,
     )  # fmt: skip
     inside = pl.col("launch_ns") < pl.col("span_ns") + pl.col("span_dur")

@@ -392,7 +392,7 @@ def memory_figure(found: pl.DataFrame) -> go.Figure:
     long = rows.unpivot(list(names), index=index, variable_name="what").drop_nulls("value")
     small = max(long["value"].to_list(), default=0) < BYTES_PER_GIB
     unit, size = ("MiB", BYTES_PER_GIB / 1024) if small else ("GiB", BYTES_PER_GIB)
-    series = long.with_columns(pl.col("value") / size, name=pl.col("what").replace(names))
+    series = long.with_columns(pl.col("value") / size, name=pl.col("what").replace(old=names))
     return _over_time(series, ("rank", "device_type", "device", "what"), unit, "Memory over time")
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pytest
 
+from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.show.card import MAX_WIDTH
 from tests.unit.analysis.recorded import WALL_OFFSET_NS
 from tests.unit.analysis.trace.shared import kernel, write_trace
@@ -29,6 +32,10 @@ def test_folder_opens_without_the_run(tmp_path: Path, run: Run) -> None:
     job = write_story(tmp_path / "run", lambda *_: LOADER, ranks=4, gpu=0.5)
     slow = Story(gemm=560, relu=84)
     write_ranks(job / "traces", lambda rank: slow if rank == 2 else Story(), ranks=4)
+    ended = replace(
+        read_manifest(RunPaths(job)), end_wall_ns=START_NS + WALL_OFFSET_NS + 10**12, exit_status=0
+    )
+    write_manifest(RunPaths(job), ended)
     functions = run("functions", job).out
     card = run("verdict", job, "--all").out
     assert "report.html" in run("verdict", job, "--folder", tmp_path / "here").err
