@@ -767,9 +767,9 @@ class _Case:
                 return (
                     f"see {where}; a core file (ulimit -c unlimited) shows the native code in gdb"
                 )
-            case "hang" if self.evidence.files.paths.snapshot_files():
+            case "hang" if taken := self.evidence.files.paths.snapshot_files():
                 why = f"see why {line} does not end" if line else remedy
-                return f"{why}: snapshots in the run show its stacks"
+                return f"{why}: {taken[-1]} has its stacks"
             case "killed":
                 return _SIGNAL_REMEDIES.get(end.signal or 0, remedy)
             case "out_of_memory" if end.address_limit_bytes and not end.oom:

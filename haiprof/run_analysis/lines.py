@@ -223,7 +223,8 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     inclusive = counted.join(pairs, on="stack").group_by(*group, "frame")
     found = (
         inclusive.agg(
-            inclusive_count=pl.col("len").sum(), inclusive_ns_per_step=pl.col("of_step").sum().round()
+            inclusive_count=pl.col("len").sum(),
+            inclusive_ns_per_step=pl.col("of_step").sum().round(),
         )
         .join(own, on=[*group, "frame"], how="left")
         .join(totals, on=group)

@@ -1008,7 +1008,7 @@ def test_a_rank_that_hung_is_told_with_its_thread_that_died_before(job: Job) -> 
     why = {"reason": "it is the only rank, and no step of it ends", "certain": True}
     death = hung(job, [{"rank": 0, "doing": "train.py:88 in step", **why}])
     assert found(death) == ("hang", (0,))
-    assert death.remedy.endswith("snapshots in the run show its stacks")
+    assert death.remedy.endswith("/snapshot.json has its stacks")
     assert "had died of ValueError: bad record (train.py:88 in step); then" in death.headline
 
 
