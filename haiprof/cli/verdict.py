@@ -6,8 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
-import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from haiprof.base.errors import HaiprofError, RunNotFoundError, UsageError
 from haiprof.base.messages import print_message
 from haiprof.base.options import ENV_PEAK
 from haiprof.base.trace_options import EXPLAIN_STEPS
-from haiprof.base.units import duration_text
 from haiprof.base.users import other_uid
 from haiprof.cli import shared
 from haiprof.cli.command_line import ExitStatus, argument, option
@@ -23,7 +21,6 @@ from haiprof.cli.names import OTHER_NAMES, nearest, second_words
 from haiprof.cli.output import Output
 
 if TYPE_CHECKING:
-    from haiprof.diagnosis.verdict import Verdict
     from haiprof.run_analysis.run_frames import RunFrames
     from haiprof.run_format.layout import RunPaths
     from haiprof.trace_analysis.pool import Pool
@@ -153,7 +150,7 @@ def verdict(
     from haiprof.live.external_sampling import read_samples
     from haiprof.show.card import save_card_svg, save_verdict, verdict_card, verdict_markdown
     from haiprof.show.figures.style import write_text
-    from haiprof.show.run_header import manifest_or_none, run_header
+    from haiprof.show.run_header import lead_with_a_stall, manifest_or_none, run_header
     from haiprof.show.views import deaths
     from haiprof.show.views.requests import sampled_run_view
 
@@ -169,9 +166,8 @@ def verdict(
     found = diagnose(analyzer, trace_limit_bytes=limit, since_ns=since)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
     is_own = other_uid(analyzer.run.manifest) is None
-    runs_now = header.is_running and header.start_wall_ns is not None
-    if runs_now and is_own and not (save or collect or last):
-        found = _lead_with_a_stall(found, analyzer)
+    if is_own and not (save or collect or last):
+        found = lead_with_a_stall(found, header, analyzer)
     content = as_document(found, since_ns=since)
     if save:
         save_verdict(found, header, analyzer.run)
@@ -204,31 +200,6 @@ def verdict(
     if is_own and (collect or shared.COMMAND_NAME.get() in OTHER_NAMES):
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")
-
-
-def _lead_with_a_stall(found: Verdict, analyzer: RunFrames) -> Verdict:
-    """Of a job in which no step ends now that comes first, where no snapshot says more."""
-    from haiprof.diagnosis.engine import STANDSTILL
-    from haiprof.diagnosis.verdict import Finding
-    from haiprof.show.views.jobs import is_stall
-
-    steps = analyzer.steps()
-    ends, usual = steps["start_ns"] + steps["step_ns"], steps["step_ns"].median()
-    last, longest = ends.max(), ends.unique().sort().diff().max()
-    if not isinstance(last, int) or not isinstance(usual, float):
-        return found
-    silent_ns, longest_ns = time.time_ns() - last, longest if isinstance(longest, int) else 0
-    is_seen = bool(found.findings) and found.findings[0].rule == STANDSTILL
-    if is_seen or not is_stall(silent_ns, max(usual, longest_ns / 3)):
-        return found
-    stall = Finding(
-        title=f"no step has ended for {duration_text(silent_ns)}; the longest time between two "
-        f"before was {duration_text(longest_ns)}",
-        remedy="where the job neither evaluates nor saves now, `haiprof snapshot "
-        f"{shlex.quote(found.run)} --hang` says who holds it up",
-        rule=STANDSTILL, confidence=0.5,
-    )  # fmt: skip
-    return replace(found, headline=stall.title, findings=(stall, *found.findings))
 
 
 def _ask_schedulers(run: RunPaths) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.log_addresses import shown_path
+from haiprof.base.units import duration_text
 from haiprof.live.find import is_running, write_times_ns
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
+
+if TYPE_CHECKING:  # lists of runs need neither
+    from haiprof.diagnosis.verdict import Verdict
+    from haiprof.run_analysis.run_frames import RunFrames
 
 RUNNING, ENDED, KILLED, DAMAGED = "running", "ended", "killed", "damaged"
 
@@ -89,3 +96,36 @@ def last_write_ns(run: RunPaths) -> int | None:
     folders = [paths.root for _, _, paths in run.rank_folders()]
     folders += [paths.root for _, paths in run.node_folders()]
     return max(write_times_ns(folders), default=None)
+
+
+_STALL_STEPS, _STALL_NS = 5, 10e9
+"""A warning is shown after this multiple of the usual step without a step, and ten seconds."""
+
+
+def is_stall(idle_ns: float, step_ns: float) -> bool:
+    """Whether so long without a step is several times the usual one, and ten seconds."""
+    return idle_ns > max(_STALL_STEPS * step_ns, _STALL_NS)
+
+
+def lead_with_a_stall(found: Verdict, header: RunHeader, analyzer: RunFrames) -> Verdict:
+    """Of a job in which no step ends now that comes first, where no snapshot says more."""
+    from haiprof.diagnosis.engine import STANDSTILL
+    from haiprof.diagnosis.verdict import Finding
+
+    steps = analyzer.steps()
+    ends, usual = steps["start_ns"] + steps["step_ns"], steps["step_ns"].median()
+    last, longest = ends.max(), ends.unique().sort().diff().max()
+    is_seen = bool(found.findings) and found.findings[0].rule == STANDSTILL
+    if not (header.is_running and header.host) or is_seen or not isinstance(last, int):
+        return found
+    silent_ns, longest_ns = time.time_ns() - last, longest if isinstance(longest, int) else 0
+    if not isinstance(usual, float) or not is_stall(silent_ns, max(usual, longest_ns / 3)):
+        return found
+    stall = Finding(
+        title=f"no step has ended for {duration_text(silent_ns)}; the longest time between two "
+        f"before was {duration_text(longest_ns)}",
+        remedy="where the job neither evaluates nor saves now, `haiprof snapshot "
+        f"{shlex.quote(found.run)} --hang` says who holds it up",
+        rule=STANDSTILL, confidence=0.5,
+    )  # fmt: skip
+    return replace(found, headline=stall.title, findings=(stall, *found.findings))

@@ -37,7 +37,7 @@ from haiprof.show.page import run_sections as parts
 from haiprof.show.page.counter_data import counter_data, map_data, step_data, traced_times
 from haiprof.show.page.ledger_part import DevicePart, LedgerPart, device_part, ledger_part
 from haiprof.show.page.memory_part import MemoryPart, memory_part
-from haiprof.show.run_header import RunHeader
+from haiprof.show.run_header import RunHeader, lead_with_a_stall
 from haiprof.show.series import TimeRange
 from haiprof.show.summary import OverviewSummary, overview_summary, select_judged_steps
 from haiprof.show.text import by_reason, moment_text, printable
@@ -226,6 +226,8 @@ def page_content(
     judged = select_judged_steps(analyzer.steps())
     digest = analyzer.counter_digest(judged)
     summary = overview_summary(analyzer, with_series=False, trace_limit_bytes=0, digest=digest)
+    if analyzer.between is None:
+        verdict = lead_with_a_stall(verdict, summary.run, analyzer)
     ranks, nodes = parts.rank_table(summary), parts.node_table(summary)
     late, hung = analyzer.lateness(), _hung_ranks(verdict)
     known = late["late_ns_per_step"].is_finite().any()

@@ -13,12 +13,11 @@ from rich.text import Text
 from haiprof.base.units import MISSING, bytes_text, duration_text, ranks_text, ratio_text
 from haiprof.live.follow import JobNow, RankNow
 from haiprof.show.figures.style import PHASE_COLORS, PHASES
+from haiprof.show.run_header import is_stall
 from haiprof.show.terminal import filling, fit_width, sparkline
 from haiprof.show.text import printable
 from haiprof.show.views.blocks import FittingTable, one_line, plain_table
 
-_STALL_STEPS, _STALL_NS = 5, 10e9
-"""A warning is shown after this multiple of the usual step without a step, and ten seconds."""
 _WIDE_BAR = 12
 
 
@@ -237,11 +236,6 @@ def is_stalled(rank: RankNow | JobNow) -> bool:
     if not rank.recording or rank.idle_ns is None or not rank.step_ns:
         return False
     return is_stall(rank.idle_ns, rank.step_ns)
-
-
-def is_stall(idle_ns: float, step_ns: float) -> bool:
-    """The same of so long without a step, where a step usually takes so long."""
-    return idle_ns > max(_STALL_STEPS * step_ns, _STALL_NS)
 
 
 def _top_ranks(
