@@ -165,8 +165,7 @@ def verdict(
         limit = SMALL_BYTES
     found = diagnose(analyzer, trace_limit_bytes=limit, since_ns=since)
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
-    is_own = other_uid(analyzer.run.manifest) is None
-    if is_own and not (save or collect or last):
+    if not (save or collect):
         found = lead_with_a_stall(found, header, analyzer)
     content = as_document(found, since_ns=since)
     if save:
@@ -197,6 +196,7 @@ def verdict(
             content,
             lambda: report if found.death else verdict_markdown(found, header.name),
         )
+    is_own = other_uid(analyzer.run.manifest) is None
     if is_own and (collect or shared.COMMAND_NAME.get() in OTHER_NAMES):
         save_document(content, analyzer.run)
         output.hint(f"kept in {analyzer.run.diagnosis_json}")

@@ -111,7 +111,10 @@ class JobTime:
     @property
     def own_ns(self) -> Singles:
         """[rank, covered step]: the period less waiting for peers."""
-        return self.of_covered(self.period_ns) - self.of_covered(self.peer_ns)
+        own = self.period_ns.copy()
+        for waits in self.waits_ns.values():
+            own -= waits
+        return self.of_covered(own)
 
     def position_ns(self, row: int) -> Singles:
         """[rank, step]: the time in one of the used positions, less waiting for peers."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from haiprof.base.errors import RunFormatError
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import duration_text
+from haiprof.base.users import other_uid
 from haiprof.live.find import is_running, write_times_ns
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
@@ -108,18 +109,21 @@ def is_stall(idle_ns: float, step_ns: float) -> bool:
 
 
 def lead_with_a_stall(found: Verdict, header: RunHeader, analyzer: RunFrames) -> Verdict:
-    """Of a job in which no step ends now that comes first, where no snapshot says more."""
+    """Of an own job in which no step ends now that comes first, where no snapshot says more."""
     from haiprof.diagnosis.engine import STANDSTILL
     from haiprof.diagnosis.verdict import Finding
 
+    is_seen = bool(found.findings) and found.findings[0].rule == STANDSTILL
+    is_whole = analyzer.between is None and other_uid(analyzer.run.manifest) is None
+    if not (header.is_running and header.host and is_whole) or is_seen:
+        return found
     steps = analyzer.steps()
     ends, usual = steps["start_ns"] + steps["step_ns"], steps["step_ns"].median()
     last, longest = ends.max(), ends.unique().sort().diff().max()
-    is_seen = bool(found.findings) and found.findings[0].rule == STANDSTILL
-    if not (header.is_running and header.host) or is_seen or not isinstance(last, int):
+    if not isinstance(last, int) or not isinstance(usual, float):
         return found
     silent_ns, longest_ns = time.time_ns() - last, longest if isinstance(longest, int) else 0
-    if not isinstance(usual, float) or not is_stall(silent_ns, max(usual, longest_ns / 3)):
+    if not is_stall(silent_ns, max(usual, longest_ns / 3)):
         return found
     stall = Finding(
         title=f"no step has ended for {duration_text(silent_ns)}; the longest time between two "

@@ -226,8 +226,7 @@ def page_content(
     judged = select_judged_steps(analyzer.steps())
     digest = analyzer.counter_digest(judged)
     summary = overview_summary(analyzer, with_series=False, trace_limit_bytes=0, digest=digest)
-    if analyzer.between is None:
-        verdict = lead_with_a_stall(verdict, summary.run, analyzer)
+    verdict = lead_with_a_stall(verdict, summary.run, analyzer)
     ranks, nodes = parts.rank_table(summary), parts.node_table(summary)
     late, hung = analyzer.lateness(), _hung_ranks(verdict)
     known = late["late_ns_per_step"].is_finite().any()
