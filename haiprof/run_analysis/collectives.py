@@ -249,8 +249,8 @@ def _by_step(starts: Ints, created: Ints, late: Ints) -> Ints:
     return covered
 
 
-def own_and_after(rank: RankSegments, created: np.ndarray) -> np.ndarray:
-    """[own or after, backward pass with collectives] in ns.
+def tail_ratio(rank: RankSegments, created: np.ndarray) -> float | None:
+    """The share of backward passes after the last collective begun in each; None: not known.
 
     Gradients are averaged as they become ready, so the last collective is begun when the rank's own
     work is done; what follows until backward returns is transfer, and waiting for other ranks.
@@ -263,8 +263,13 @@ def own_and_after(rank: RankSegments, created: np.ndarray) -> np.ndarray:
     last = np.searchsorted(created, end, side="right") - 1
     inside = last >= 0
     inside[inside] = created[last[inside]] >= start[inside]
-    begun = created[last[inside]]
-    return np.stack([begun - start[inside], end[inside] - begun])
+    passes = np.flatnonzero(inside)
+    if len(passes) < MIN_MATCHES:
+        return None
+    # Of passes that accumulate gradients (`no_sync`) none begins a collective: they are all work.
+    known = slice(passes[0], passes[-1] + 1)
+    after = end[passes] - created[last[passes]]
+    return float(after.sum() / (end - start)[known].sum())
 
 
 _RANK = re.compile(r"rank[-_]?(\d{1,7})(?!\d)|(\d{1,7})(?=\.[a-z]+$|$)", re.IGNORECASE)

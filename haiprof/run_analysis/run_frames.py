@@ -25,13 +25,12 @@ from haiprof.run_analysis.before_death import (
 )
 from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
 from haiprof.run_analysis.collectives import (
-    MIN_MATCHES,
     Arrivals,
     arrivals,
     collective_frame,
     host_clock_offsets,
     lateness,
-    own_and_after,
+    tail_ratio,
 )
 from haiprof.run_analysis.counter_sources import burst_frame
 from haiprof.run_analysis.counter_summaries import (
@@ -417,8 +416,7 @@ class RunFrames:
         segments = self._judged_segments(rank)
         own = (pl.col("rank") == rank) & (pl.col("attempt") == segments.files.attempt)
         known = self.collectives().filter(own & ~pl.col("p2p")).drop_nulls("created_ns")
-        begun, after = own_and_after(segments, known["created_ns"].sort().to_numpy())
-        return float(after.sum() / (begun + after).sum()) if len(begun) >= MIN_MATCHES else None
+        return tail_ratio(segments, known["created_ns"].sort().to_numpy())
 
     def _judged_segments(self, rank: int) -> RankSegments:
         return next(iter(self._segments_of({(rank, self._judged_attempts[rank])})))

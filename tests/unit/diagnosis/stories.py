@@ -224,8 +224,10 @@ def write_samples(
     write_stacks(RunPaths(root).rank(rank).stacks, taken, lock=letters)
 
 
-def write_collectives(root: Path, late_ms: Sequence[float], *, after: str = "backward") -> None:
-    """One all-reduce per step, which each rank begins so late after the begin of a phase."""
+def write_collectives(
+    root: Path, late_ms: Sequence[float], *, after: str = "backward", every: int = 1
+) -> None:
+    """One all-reduce in every Nth phase of a name, which each rank begins so late in it."""
     phases = RunFrames(root).phases()
     for rank, late in enumerate(late_ms):
         begins = phases.filter((phases["rank"] == rank) & (phases["phase"] == after))
@@ -236,7 +238,7 @@ def write_collectives(root: Path, late_ms: Sequence[float], *, after: str = "bac
                 "input_dtypes": ["Float"], "time_created_ns": begin + int(late * NS_PER_MS),
                 "state": "completed",
             }
-            for n, begin in enumerate(begins["start_ns"].to_list())
+            for n, begin in enumerate(begins["start_ns"].to_list()[every - 1 :: every])
         ]  # fmt: skip
         wall_ns = int(str(phases["start_ns"].max()))
         dump = {"wall_ns": wall_ns, "groups": {}, "traces": [{"entries": entries}]}

@@ -500,3 +500,15 @@ def test_an_optimizer_that_takes_more_than_the_model_is_the_headline(
     updates = f": it updates all parameters, used or not ({hints})" if hints else ""
     assert verdict.headline == takes + updates
     assert {finding.severity for finding in verdict.findings} <= {"info"}
+
+
+def test_passes_that_exchange_nothing_wait_for_no_link(root: Path) -> None:
+    """Of four passes of 9 ms the last one ends with an exchange of 6 ms."""
+    with_ddp(root, **NO_SYNC | {"passes": 4, "no_sync_count": 3})
+    for rank in range(2):
+        write_samples(root, lambda *_: (SCRIPT, job(43, "main"), ENGINE), rank=rank)
+    write_collectives(root, (3.0, 3.0), every=4)
+    ledger = judged(root).ledger
+    assert ledger is not None
+    waits = sum(each.ns_per_step for each in ledger.accounts if each.activity == "wait: link")
+    assert waits == pytest.approx(6 * NS_PER_MS, rel=0.1)
