@@ -21,7 +21,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { VERSION = 6 }; /* also in frames.py */
+enum { VERSION = 7 }; /* also in frames.py */
 enum { MOST_FRAMES = 256, MOST_ASKED = 200, LEFT_OUT = -1 };
 
 static PyFrameObject *(*get_back)(PyFrameObject *); /* PyFrame_GetBack */

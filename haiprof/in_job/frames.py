@@ -35,7 +35,7 @@ _LOADED_S = time.time()  # a file that is newer may not be what runs
 
 OWN_FOLDER = __file__.rpartition("/in_job/")[0] + "/"
 
-_VERSION = 6  # of frames.c; one that was built of older text is not used
+_VERSION = 7  # of frames.c; one that was built of older text is not used
 _MODULE_CONTENT: Any = vars(ModuleType)["__dict__"]
 _CLASS_CONTENT: Any = vars(type)["__dict__"]  # without the job's `__getattr__`
 _FOR_ITER = bytes([opcode.opmap["FOR_ITER"]])
@@ -171,6 +171,7 @@ class StackTree:
         self._sources: dict[str, list[bytes]] = {}
         self._places: dict[tuple[int, int, int], int] = {}
         self._codes: dict[int, CodeType] = {}
+        self._keys: dict[tuple[int, int], tuple[str, int, str, str, int, int, int]] = {}
         self._loops: dict[str, dict[int, int]] = {}
         self._frames: dict[tuple[str, int, str, str, int, int, int], int] = {}
         self._stacks: dict[tuple[int, int], int] = {}
@@ -221,19 +222,24 @@ class StackTree:
             return caller  # haiprof's own frame is passed over: what it calls is the job's
         if caller and _is_begin(place):
             return caller  # what took the time was before it, in its caller
-        name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
-        told = self._expression(place, name)
-        key = (code.co_filename, line_of(place), name, *told)
+        at = id(code), place[1]
+        key = self._keys.get(at)
+        if key is None:
+            name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+            key = (code.co_filename, line_of(place), name, *self._expression(place, name))
         frame = self._frames.get(key, len(self._frames))
         found = self._stacks.get((caller, frame))
         if found is None and len(self._stacks) < MAX_STACKS:
             if frame == len(self._frames):
                 self._frames[key] = frame
-                count = next((n for n in (4, 3, 2, 1) if told[n - 1]), 0)
-                self._new_frames.append((*key[:3], code.co_firstlineno, *told[:count]))
+                count = next((n for n in (7, 6, 5, 4) if key[n - 1]), 3)
+                self._new_frames.append((*key[:3], code.co_firstlineno, *key[3:count]))
             found = self._stacks[caller, frame] = len(self._stacks) + 1
             self._new_stacks.append((caller, frame))
-        return LEFT_OUT if found is None else found
+        if found is None:
+            return LEFT_OUT
+        self._keys[at] = key
+        return found
 
     def _expression(self, place: Place, name: str) -> tuple[str, int, int, int]:
         """What an instruction of the user's code works out, as its source has it; else empty."""

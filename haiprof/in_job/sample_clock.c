@@ -79,7 +79,7 @@ static struct {
 static atomic_int waiting_count;
 static atomic_int stopped;
 static atomic_llong held_ns; /* how long the main thread took samples, in all */
-static atomic_llong lock_ns; /* and how long the sampling thread held the lock for them */
+static atomic_llong lock_ns; /* and stood still while the sampling thread held the lock for them */
 
 /* The thread that is sampled, as the kernel knows it. */
 typedef struct {
@@ -556,8 +556,8 @@ sample(PyObject *module, PyObject *arguments)
         }
         count++;
         PyEval_RestoreThread(own);
-        long long began = read_clock(CLOCK_MONOTONIC);
-        if (moment.wait != WAITS_NONE && task && read_clock(clock_of(task)) > cpu_ns) {
+        long long began = read_clock(CLOCK_MONOTONIC), ran = task ? read_clock(clock_of(task)) : 0;
+        if (moment.wait != WAITS_NONE && ran > cpu_ns) {
             moment.wait = WAITS_UNKNOWN; /* it has gone on: its stack is another one by now */
         }
         if (!atomic_load(&stopped)) {
@@ -566,7 +566,10 @@ sample(PyObject *module, PyObject *arguments)
         if (is_known && haiprof_lacks_places() && !atomic_exchange(&looks_again, 1)) {
             Py_AddPendingCall(look_again, NULL);
         }
-        atomic_fetch_add(&lock_ns, read_clock(CLOCK_MONOTONIC) - began);
+        /* Who computes meanwhile, as in an operator, did not wait for the lock. */
+        long long took = read_clock(CLOCK_MONOTONIC) - began;
+        took -= task && ran >= 0 ? read_clock(clock_of(task)) - ran : 0;
+        atomic_fetch_add(&lock_ns, took > 0 ? took : 0);
         own = PyEval_SaveThread();
     }
     int is_over = atomic_load(&stopped);
@@ -582,7 +585,8 @@ sample(PyObject *module, PyObject *arguments)
     return PyLong_FromLong(count);
 }
 
-/* How long the main thread took samples so far, and the sampling thread held the lock for them. */
+/* How long the main thread took samples so far, and stood still while the sampling thread held the
+ * lock for them. */
 static PyObject *
 read_held_ns(PyObject *module, PyObject *unused)
 {
