@@ -15,10 +15,8 @@ Ints = npt.NDArray[np.int64]
 class Intervals(NamedTuple):
     """Disjoint half-open intervals [start, end) in order; none is empty, none touches the next."""
 
-    starts: Ints
-    """ns, shape (n,)."""
-    ends: Ints
-    """ns, shape (n,)."""
+    starts: Ints  # ns, shape (n,)
+    ends: Ints  # ns, shape (n,)
 
     def shift(self, by_ns: int) -> Intervals:
         """The same so much later, as on another clock."""

@@ -22,10 +22,8 @@ PROBLEM_RATIO = 0.05
 """The one limit: an opportunity whose gain is, with 95 % certainty, at least this share of the step
 is called a problem. What is below is a fact."""
 
-_WHOLE_RATIO = 0.9
-"""Of an account, an expression with so much of it stands for all."""
-GROWING = "growing"
-"""When an account is paid that takes longer the longer the run lasts."""
+_WHOLE_RATIO = 0.9  # of an account, an expression with so much of it stands for all
+GROWING = "growing"  # when an account is paid that takes longer the longer the run lasts
 EACH_STEP, NOT_KNOWN = "each step", "not known"
 """And where nothing tells it from steps that the machine made long, or nobody asked."""
 _DOES = {
@@ -82,20 +80,17 @@ class AccountPart:
     function: str
     expression: str | None
     activity: str
-    ratio: float
-    """Its share of the account's time."""
+    ratio: float  # its share of the account's time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
     """One row: what one kind of work of one place in the code takes of the mean step."""
 
-    ranks: tuple[int, ...]
-    """The ranks that have it, or the one that it is about; empty: all."""
+    ranks: tuple[int, ...]  # the ranks that have it, or the one that it is about; empty: all
     slowest_rank: int | None = None
     """Of several that have it, the one on which it clearly takes longest; None where none does."""
-    position: str
-    """Of POSITIONS: where most of it is."""
+    position: str  # of POSITIONS: where most of it is
     activity: str
     """What the thread or the device did: `python`, `operators`, `native`, `wait: loader`, ..."""
     package: str | None = None
@@ -106,31 +101,25 @@ class Account:
     """The innermost line of the job's own code; None where none was sampled."""
     expression: str | None = None
     """The part of that line that ran, where it was recorded (Python 3.11 and newer)."""
-    expression_ratio: float | None = None
-    """Its share of the account's time."""
+    expression_ratio: float | None = None  # its share of the account's time
     also: AccountPart | None = None
     """The line that takes most of what that one leaves; None where it takes less than a quarter."""
     callees: tuple[str, ...] = ()
     """Functions of libraries below that line in which most of the time passes, outermost first."""
     callers: tuple[str, ...] = ()
     """The job's lines through which it came there, nearest first: `train.py:307 main`."""
-    ns_per_step: float
-    """Mean over all judged steps of the ranks."""
+    ns_per_step: float  # mean over all judged steps of the ranks
     low_ns: float
-    high_ns: float
-    """Where that lies with 95 % certainty."""
+    high_ns: float  # where that lies with 95 % certainty
     needed: bool = False
     """Whether it is the model's own work, which no change of the code around it removes."""
-    gain_ns: float = 0.0
-    """What the mean step of the job becomes shorter by without it."""
+    gain_ns: float = 0.0  # what the mean step of the job becomes shorter by without it
     gain_low_ns: float = 0.0
     gain_high_ns: float = 0.0
     when: str = EACH_STEP
     """When it is paid: `each step`, `every 20th step`, `since step 512`, `growing`, `not known`."""
-    explanation: str | None = None
-    """Key of the explanation that speaks of it; None where none does."""
-    elsewhere: tuple[str, ...] = ()
-    """Other positions that hold a tenth of it or more."""
+    explanation: str | None = None  # key of the explanation that speaks of it; None where none does
+    elsewhere: tuple[str, ...] = ()  # other positions that hold a tenth of it or more
 
     @property
     def where(self) -> str:
@@ -191,14 +180,10 @@ class Ledger:
     mean_ns: float
     """Time from the first judged step's begin to the last one's end, by their number: what is paid
     between steps, at every Nth step or at the start of an epoch counts in full."""
-    median_ns: float
-    """The median step, without what lies between steps."""
-    count: int
-    """Judged steps of the rank that has most."""
-    residual_ns: float
-    """What no account explains; with the accounts it adds up to `mean_ns`."""
-    positions: Mapping[str, float]
-    """By position: time per step, exact; they add up to `mean_ns`."""
+    median_ns: float  # the median step, without what lies between steps
+    count: int  # judged steps of the rank that has most
+    residual_ns: float  # what no account explains; with the accounts it adds up to `mean_ns`
+    positions: Mapping[str, float]  # by position: time per step, exact; they add up to `mean_ns`
     accounts: tuple[Account, ...]
     """Opportunities first, the largest gain first; then the others, the largest first."""
     opportunities: tuple[int, ...] = ()
@@ -206,10 +191,8 @@ class Ledger:
     device_idle_ns: float | None = None
     """For how long the device had nothing to do per step: what the host does gains no more than
     that. None without a device, where it is not known, and in a ledger of the device's own time."""
-    device_idle_is_bound: bool = False
-    """Whether it is no more than a bound from above."""
-    rests_on: str = ""
-    """What the numbers are made of, for people: `samples`, `a trace of 5 steps`."""
+    device_idle_is_bound: bool = False  # whether it is no more than a bound from above
+    rests_on: str = ""  # what the numbers are made of, for people: `samples`, `a trace of 5 steps`
     missing: tuple[str, ...] = ()
     """Why columns of it are empty: of a run no code, of a trace what its device does not tell."""
 

@@ -21,15 +21,13 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-MAX_CONNECTIONS = 64
-"""Connections at a time: each has a thread; a browser opens six."""
+MAX_CONNECTIONS = 64  # connections at a time: each has a thread; a browser opens six
 MAX_CONNECTIONS_PER_ADDRESS = 32
 Address = tuple[Any, ...]
 """Of a socket, as `accept` and `getsockname` give it: host, port, and more for IPv6."""
 HEAD_S = 10.0
 """A client that has not sent a whole request by then is disconnected, however slowly it sends."""
-STALL_S = 60.0
-"""A client that reads nothing of an answer for so long is disconnected."""
+STALL_S = 60.0  # a client that reads nothing of an answer for so long is disconnected
 _LEAVE_S = 1.0
 _REST_S = 0.1
 _PROC_NET = Path("/proc/net")
@@ -144,8 +142,7 @@ class GuardedServer(socketserver.ThreadingMixIn):
 
     daemon_threads = True
     request_queue_size = 128  # of 5 or so, others' connections leave no place in the kernel's queue
-    readers: frozenset[int] | None = None
-    """Users who are answered; None answers all."""
+    readers: frozenset[int] | None = None  # users who are answered; None answers all
 
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - the other base's own
         self._visits: dict[socket.socket, _Visit] = {}

@@ -76,8 +76,7 @@ ENV_FLIGHT_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 FLIGHT_ENTRIES = "2000"
 _INTERVAL_ENV = re.compile(r"HAIPROF_([A-Z0-9_]+)_INTERVAL\Z")
 DEFAULT_CACHE_LIMIT_MB = 4000.0
-MIN_DETAIL_H = 0.25
-"""Samples of a quarter of an hour are always kept whole."""
+MIN_DETAIL_H = 0.25  # samples of a quarter of an hour are always kept whole
 _BYTES_PER_MB = 1_000_000
 _PLATFORM_LOG_DIR = "MARSV2_LOG_DIR"
 _PORT_LIMIT = 65_535

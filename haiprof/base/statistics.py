@@ -139,16 +139,14 @@ def student_p_value(t: float, freedom: float) -> float:
     return math.erfc(z / math.sqrt(2))
 
 
-LEAST = 4
-"""Measurements on each side; with three and three no p-value is below 0.1."""
+LEAST = 4  # measurements on each side; with three and three no p-value is below 0.1
 _EXACT_LIMIT = 40  # measurements on both sides together; beyond, the normal approximation
 
 
 class Comparison(NamedTuple):
     """One against the other."""
 
-    p_value: float | None
-    """Two-sided; None with fewer than `LEAST` measurements on a side."""
+    p_value: float | None  # two-sided; None with fewer than `LEAST` measurements on a side
     greater_probability: float
     """That one of the second side is greater than one of the first; a tie counts half."""
 
@@ -236,8 +234,7 @@ class Excess(NamedTuple):
 
     mean: float
     low: float
-    high: float
-    """Where that lies with 95 % certainty."""
+    high: float  # where that lies with 95 % certainty
 
 
 def excess(series: Floats, chosen: npt.NDArray[np.bool_]) -> Excess | None:

@@ -21,8 +21,7 @@ T = TypeVar("T")
 _WHAT = ("stacks", "shapes", "memory", "flops", "modules", "sync")
 
 
-Check = tuple[bool, str, str]
-"""What must hold, else what is said, and what to do."""
+Check = tuple[bool, str, str]  # what must hold, else what is said, and what to do
 
 
 def check(checks: Iterable[Check]) -> None:
@@ -36,18 +35,12 @@ def check(checks: Iterable[Check]) -> None:
 class OptionSpec:
     """One option as users write it."""
 
-    name: str
-    """`--NAME`, `profile.NAME`, and the key in `[tool.haiprof]`."""
-    field: str
-    """The field of `Options`."""
-    parse: Callable[[str], object]
-    """Parses the text; raises ValueError."""
-    env: str
-    """Its environment variable."""
-    metavar: str
-    """What the help shows for its value; empty for a switch."""
-    help: str
-    """One line."""
+    name: str  # `--NAME`, `profile.NAME`, and the key in `[tool.haiprof]`
+    field: str  # the field of `Options`
+    parse: Callable[[str], object]  # parses the text; raises ValueError
+    env: str  # its environment variable
+    metavar: str  # what the help shows for its value; empty for a switch
+    help: str  # one line
 
 
 def parse_switch(text: str) -> bool:
@@ -254,8 +247,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 class HangLimit(NamedTuple):
     """How long without a step until a job counts as hanging."""
 
-    seconds: float = 0.0
-    """Seconds; 0 where `factor` applies."""
+    seconds: float = 0.0  # seconds; 0 where `factor` applies
     factor: float = 5.0
     """Multiple of the longest time so far without a step, an evaluation or a save."""
 

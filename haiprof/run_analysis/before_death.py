@@ -26,8 +26,7 @@ _SOON_NS = NS_PER_S // 2
 _LEAST_SAMPLES = 3
 _GROWN_RATIO = 0.02
 _WARM_UP_STEPS = 10
-_CLOCK_NS = NS_PER_S // 50
-"""A sample begins so long before its time at the most."""
+_CLOCK_NS = NS_PER_S // 50  # a sample begins so long before its time at the most
 _FREED_RATIO = 1.1
 OWN_ADDRESS_SPACE = "of that haiprof maps about 250 MiB"
 """With glibc: stacks (24 MiB) and arenas of malloc (192) of three threads, and what is kept for
@@ -167,8 +166,7 @@ def _growth(series: Sequence[tuple[int, float]], steps: pl.DataFrame) -> float |
     return rate
 
 
-BEFORE_NS = 60 * NS_PER_S
-"""A caught failure so long before a death is worth a word."""
+BEFORE_NS = 60 * NS_PER_S  # a caught failure so long before a death is worth a word
 _SNAPSHOT_LIMIT_BYTES = 256 << 20
 _LINES = 5
 
@@ -300,8 +298,7 @@ class Stretch:
     """One phase, or several of a kind close together."""
 
     phase: str
-    begin_ns: int
-    """Unix time."""
+    begin_ns: int  # Unix time
     end_ns: int
 
 

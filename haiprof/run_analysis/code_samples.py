@@ -51,8 +51,7 @@ CODE_PHASES = (*TRAINING_PHASES, *WORKER_PHASES, "other_threads")
 DATALOADER = PHASES.index("dataloader")
 OTHER, CHECKPOINT, EVALUATION, BETWEEN = range(len(PHASES), len(TRAINING_PHASES))
 WORKER, WORKER_WAITING, OTHER_THREADS = range(len(TRAINING_PHASES), len(CODE_PHASES))
-SLOW_RATIO = 1.5
-"""A slow step takes so many times the rank's median step."""
+SLOW_RATIO = 1.5  # a slow step takes so many times the rank's median step
 _OF_SPAN = np.full(len(SPAN_PHASES) + 1, BETWEEN)
 _OF_SPAN[: len(PHASES)] = range(len(PHASES))
 _OF_SPAN[[EVAL_PHASE, EVAL_LOADER_PHASE]] = EVALUATION
@@ -60,14 +59,12 @@ _OF_SPAN[[EVAL_PHASE, EVAL_LOADER_PHASE]] = EVALUATION
 _AROUND_NS = 5_000_000_000
 _NS_PER_US = 1000
 _TIME_LIMIT_NS = 1 << 62
-_STACK_LIMIT = 1 << 16
-"""Stacks of one process that are read; a rank writes an eighth of that."""
+_STACK_LIMIT = 1 << 16  # stacks of one process that are read; a rank writes an eighth of that
 _PER_SAMPLE = ("time_ns", "stack", "lock_wait", "cpu_ns", "queue_ns", "wait", "weight_ns")
 _OF_FOLDED = ("position", "around", "hidden")
 _COLUMNS = ("rank", "worker", *_PER_SAMPLE, "step", "phase", *_OF_FOLDED)
 _CHECKPOINT_POSITION = POSITIONS.index("checkpoint")
-FETCH_FILE = "/torch/utils/data/_utils/fetch.py"
-"""What takes the samples of a batch from a dataset."""
+FETCH_FILE = "/torch/utils/data/_utils/fetch.py"  # what takes the samples of a batch from a dataset
 
 
 class Frame(NamedTuple):
@@ -78,12 +75,9 @@ class Frame(NamedTuple):
     function: str
     expression: str = ""
     """What of that line was running, in the user's own code; empty where it is not known."""
-    statement: int = 0
-    """Which one of its line, where several are on it."""
-    loop: int = 0
-    """The line of the loop around it in its function; 0: none is known."""
-    loop_kind: int = 0
-    """Whether that is INDEPENDENT, a RECURRENCE or over LAYERS, and NO_GRAD."""
+    statement: int = 0  # which one of its line, where several are on it
+    loop: int = 0  # the line of the loop around it in its function; 0: none is known
+    loop_kind: int = 0  # whether that is INDEPENDENT, a RECURRENCE or over LAYERS, and NO_GRAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +85,10 @@ class CodeTree:
     """Stacks of all processes: a stack is its caller's and one frame."""
 
     frames: Sequence[Frame]
-    library: Bools
-    """Per frame: whether it is of a library."""
+    library: Bools  # per frame: whether it is of a library
     parent: Ints
     """Per stack; stack 0 has no frames and is its own parent. Callers come before the called."""
-    place: Ints
-    """Per stack: its frame; -1 for stack 0."""
+    place: Ints  # per stack: its frame; -1 for stack 0
 
     def line_places(self) -> Ints:
         """Per stack: the first frame of its line, whatever the expression; -1 for stack 0."""
@@ -177,10 +169,8 @@ class SampledProcess:
     """What was sampled of one process, with stacks as the tree numbers them."""
 
     pid: int
-    worker: int | None
-    """Number of the DataLoader worker; None for the training process."""
-    libraries: tuple[str, ...]
-    """Folders of installed code."""
+    worker: int | None  # number of the DataLoader worker; None for the training process
+    libraries: tuple[str, ...]  # folders of installed code
     _frames: dict[int, int] = field(default_factory=dict)
     _stacks: dict[int, int] = field(default_factory=lambda: {0: 0})
     """By the file's number: that of the tree."""
@@ -371,28 +361,19 @@ class CodeSamples:
 
     tree: CodeTree
     rank: Ints
-    worker: Ints
-    """Number of the DataLoader worker; -1 for the training thread."""
-    time_ns: Ints
-    """Unix time."""
+    worker: Ints  # number of the DataLoader worker; -1 for the training thread
+    time_ns: Ints  # Unix time
     lock_wait: Ints
     """How the training thread stood to the interpreter lock, as LOCK_HELD and the others say."""
-    cpu_ns: Ints
-    """CPU time of the thread since the sample before; -1 where it is not known."""
-    queue_ns: Ints
-    """How long it waited for a core since that was last known; -1 where nobody asked."""
+    cpu_ns: Ints  # CPU time of the thread since the sample before; -1 where it is not known
+    queue_ns: Ints  # how long it waited for a core since that was last known; -1 where nobody asked
     wait: Ints
     """What it waited for: an index into WAITS of stack_lines.py; -1 where it is not known."""
-    step: Ints
-    """-1 outside steps, and for workers."""
-    phase: Ints
-    """Index into CODE_PHASES."""
-    position: Ints
-    """Index into POSITIONS, of folded samples: spans tell it of the others; -1 there."""
-    around: Bools
-    """Whether a folded one was in an optimizer, outside of its closure's spans."""
-    hidden: Bools
-    """Whether a folded one was taken while its device had work queued."""
+    step: Ints  # -1 outside steps, and for workers
+    phase: Ints  # index into CODE_PHASES
+    position: Ints  # index into POSITIONS, of folded samples: spans tell it of the others; -1 there
+    around: Bools  # whether a folded one was in an optimizer, outside of its closure's spans
+    hidden: Bools  # whether a folded one was taken while its device had work queued
     stack: Ints
     weight_ns: Floats
     """The time that a sample stands for: that of its rank, phase and kind of step, shared evenly.
@@ -400,8 +381,7 @@ class CodeSamples:
     Spans tell how long a phase took; samples only tell what it was. So a phase in which the
     interpreter lock was seldom free, and samples are few, keeps its whole time.
     """
-    notes: tuple[str, ...]
-    """What was damaged or left out."""
+    notes: tuple[str, ...]  # what was damaged or left out
 
     def take(self, rows: Bools) -> CodeSamples:
         """The chosen samples, with the same tree."""

@@ -27,10 +27,8 @@ class Mismatch:
 
     group: str
     sequence: int
-    what: str
-    """`kind`, `element_count` or `dtype`."""
-    values: Mapping[str, tuple[int, ...]]
-    """Ranks by value."""
+    what: str  # `kind`, `element_count` or `dtype`
+    values: Mapping[str, tuple[int, ...]]  # ranks by value
 
     @property
     def odd(self) -> tuple[int, ...]:
@@ -87,8 +85,7 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
     return found
 
 
-MIN_MATCHES = 8
-"""Fewer common collectives than this say nothing about a rank."""
+MIN_MATCHES = 8  # fewer common collectives than this say nothing about a rank
 
 _CLOCK_EVENTS = 256
 """The last collectives of each group of the first host that clocks are compared by."""
@@ -133,8 +130,7 @@ class Arrivals:
     group_name: str
     ranks: tuple[int, ...]
     kinds: tuple[str, ...]
-    created_ns: Ints
-    """[rank, collective], on one clock, in the order of the group's sequence."""
+    created_ns: Ints  # [rank, collective], on one clock, in the order of the group's sequence
 
 
 def host_clock_offsets(collectives: pl.DataFrame) -> dict[str, int | None]:
@@ -284,14 +280,12 @@ class FlightVerdict:
 
     findings: tuple[str, ...]
     """Sentences, the most telling first; empty where the ranks agree and nothing is unfinished."""
-    ranks: tuple[int, ...]
-    """Whom the first finding names."""
+    ranks: tuple[int, ...]  # whom the first finding names
     last: pl.DataFrame
     """Per group and rank the last collective: `group_name`, `rank`, `kind`, `sequence`, `state`
     (null where the backend does not tell), `element_count`, `dtype`, `created_ns`, `line`
     (of the job's code; null without stacks)."""
-    notes: tuple[str, ...]
-    """What could not be read, and what cannot be told."""
+    notes: tuple[str, ...]  # what could not be read, and what cannot be told
 
 
 def judge_dumps(paths: Sequence[Path]) -> FlightVerdict:

@@ -36,23 +36,15 @@ class RawSeries:
     """One metric of one entity, at the samples that have a value."""
 
     host: str
-    source: str
-    """The table, such as `host` or `gpu`."""
-    keys: tuple[str, ...]
-    """Names of the table's key columns."""
-    key: Key
-    """Their values; empty for the node."""
-    entity: Mapping[str, Any]
-    """What the recording says of it: `name`, and details such as a `uuid`."""
-    rank: int | None
-    """Of a process; of a GPU that one rank uses."""
+    source: str  # the table, such as `host` or `gpu`
+    keys: tuple[str, ...]  # names of the table's key columns
+    key: Key  # their values; empty for the node
+    entity: Mapping[str, Any]  # what the recording says of it: `name`, and details such as a `uuid`
+    rank: int | None  # of a process; of a GPU that one rank uses
     column: Column
-    time_ns: Ints
-    """Unix time."""
-    values: npt.NDArray[Any]
-    """As stored, integers or floats: of a counter, its count so far."""
-    start_ns: Ints
-    """Of a counter: the first sample since it was last seen to go back; Unix time."""
+    time_ns: Ints  # Unix time
+    values: npt.NDArray[Any]  # as stored, integers or floats: of a counter, its count so far
+    start_ns: Ints  # of a counter: the first sample since it was last seen to go back; Unix time
 
     def take(self, at: slice | npt.NDArray[np.bool_]) -> RawSeries:
         """Some of its samples."""
@@ -239,8 +231,7 @@ class _Export:
     """What an export says, samples as one array."""
 
     epoch_ns: int
-    metrics: Mapping[tuple[int, int], str]
-    """Our name by type and metric."""
+    metrics: Mapping[tuple[int, int], str]  # our name by type and metric
     gpus: Mapping[int, tuple[str, str]]
     """UUID and PCI address by GPU; no GPU whose number is ambiguous."""
     samples: np.ndarray[tuple[int], np.dtype[np.void]]

@@ -49,10 +49,8 @@ def select_training_samples(counters: pl.DataFrame, windows: pl.DataFrame) -> pl
     return inside.select(counters.columns)
 
 
-MetricOwner = tuple[str, str | None, int | None, int | None]
-"""Source, host, rank and GPU."""
-_SUMMED = frozenset({"process", "host", "gpu"})
-"""Of which the means are wanted."""
+MetricOwner = tuple[str, str | None, int | None, int | None]  # source, host, rank and GPU
+_SUMMED = frozenset({"process", "host", "gpu"})  # of which the means are wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +70,9 @@ _Stats = dict[MetricOwner, dict[str, MetricStat]]
 class CounterDigest:
     """Counters in short; of a thousand ranks the rows themselves do not fit in memory."""
 
-    span: tuple[int, int] | None
-    """Unix times of the first and the last sample."""
-    present: Collection[tuple[str, str]]
-    """Source and metric of all that has a sample."""
-    stats: Metrics
-    """Of the samples inside the windows; of all samples where none is inside."""
+    span: tuple[int, int] | None  # Unix times of the first and the last sample
+    present: Collection[tuple[str, str]]  # source and metric of all that has a sample
+    stats: Metrics  # of the samples inside the windows; of all samples where none is inside
     windows: Mapping[str, tuple[int, int]] | None
     """Begin and end by host of what counts; None where all samples do."""
 
@@ -186,8 +181,7 @@ _METRIC = pl.Enum(_SERIES)
 POINT_SCHEMA = pl.Schema(
     {"rank": pl.Int64(), "metric": _METRIC, "time_ns": pl.Int64(), "value": pl.Float64()}
 )
-TimeRange = tuple[int, int]
-"""First and last Unix time in ns."""
+TimeRange = tuple[int, int]  # first and last Unix time in ns
 Means = Mapping[str | None, Mapping[str, float | None]]
 
 
@@ -288,19 +282,13 @@ class MountRequests:
     """The requests of one kind of one NFS mount."""
 
     host: str
-    point: str
-    """Where it is mounted."""
-    kind: str
-    """Of REQUESTS: what one of them is."""
+    point: str  # where it is mounted
+    kind: str  # of REQUESTS: what one of them is
     count_per_s: float
-    execute_ns: float
-    """Mean time of one, from the call to the end."""
-    queue_ns: float | None
-    """Of that, waiting on this client to be sent; None: not counted."""
-    rtt_ns: float | None
-    """And from sending to the reply."""
-    sent_again_per_s: float | None
-    """Requests of all kinds that were sent again."""
+    execute_ns: float  # mean time of one, from the call to the end
+    queue_ns: float | None  # of that, waiting on this client to be sent; None: not counted
+    rtt_ns: float | None  # and from sending to the reply
+    sent_again_per_s: float | None  # requests of all kinds that were sent again
 
     @property
     def under_way(self) -> float:

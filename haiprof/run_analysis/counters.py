@@ -59,12 +59,10 @@ _CPU_BUSY = ("cpu_user_ns", "cpu_nice_ns", "cpu_system_ns", "cpu_irq_ns", "cpu_s
 _CPU_STATES = (*_CPU_BUSY, "cpu_idle_ns", "cpu_iowait_ns", "cpu_steal_ns")
 
 MINUTE_NS = 60 * NS_PER_S
-_REASONS = "_reasons"
-"""Ends the names of bit fields; other packed numbers are codes."""
+_REASONS = "_reasons"  # ends the names of bit fields; other packed numbers are codes
 Flags = npt.NDArray[np.int8]
 Rows = npt.NDArray[Any]
-ALWAYS = (-(1 << 62), 1 << 62)
-"""Begin and end of all times."""
+ALWAYS = (-(1 << 62), 1 << 62)  # begin and end of all times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +71,8 @@ class Metric:
 
     name: str
     unit: str
-    values: Floats
-    """NaN where there is none."""
-    flags: Flags
-    """Places in `FLAGS`."""
+    values: Floats  # NaN where there is none
+    flags: Flags  # places in `FLAGS`
 
     @property
     def shown(self) -> npt.NDArray[np.bool_]:
@@ -90,28 +86,18 @@ class SourceSamples:
 
     host: str
     source: str
-    time_ns: Ints
-    """Unix time of each record."""
-    owner: Ints
-    """Place of each record's entity in the lists."""
-    keys: Sequence[Key]
-    """Of the entities; empty for the node."""
-    known: Sequence[Mapping[str, Any]]
-    """What the recording says of them."""
-    entities: Sequence[str | None]
-    """Their names; None for the node."""
-    ranks: Sequence[int | None]
-    """Whose they are, where one rank owns them: by process, or by GPU."""
-    gpus: Sequence[int | None]
-    """NVML index."""
+    time_ns: Ints  # Unix time of each record
+    owner: Ints  # place of each record's entity in the lists
+    keys: Sequence[Key]  # of the entities; empty for the node
+    known: Sequence[Mapping[str, Any]]  # what the recording says of them
+    entities: Sequence[str | None]  # their names; None for the node
+    ranks: Sequence[int | None]  # whose they are, where one rank owns them: by process, or by GPU
+    gpus: Sequence[int | None]  # NVML index
     follows: npt.NDArray[np.bool_]
     """Whether the record before is an earlier sample of the same entity."""
-    columns: Mapping[str, npt.NDArray[Any]]
-    """As in the file."""
-    order: Ints
-    """Place of each sample in these."""
-    metrics: Sequence[Metric] = ()
-    """Those that were asked for."""
+    columns: Mapping[str, npt.NDArray[Any]]  # as in the file
+    order: Ints  # place of each sample in these
+    metrics: Sequence[Metric] = ()  # those that were asked for
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """A column in the order of the samples."""
@@ -143,8 +129,7 @@ def counter_frame(
     return whole.sort("time_ns", maintain_order=True)
 
 
-Owner = tuple[str | None, int | None, int | None, str | None]
-"""Host, rank, GPU and entity."""
+Owner = tuple[str | None, int | None, int | None, str | None]  # host, rank, GPU and entity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +137,7 @@ class OwnerSeries:
     """One metric of one owner, at the samples that have a value."""
 
     owner: Owner
-    time_ns: Ints
-    """Unix time, in order."""
+    time_ns: Ints  # Unix time, in order
     values: Floats
 
     def cut(self, begin_ns: int, end_ns: int) -> OwnerSeries:

@@ -57,14 +57,12 @@ from haiprof.run_format.manifest import read_manifest, run_folders
 from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
-TOGETHER_NS = 2 * NS_PER_S
-"""Ranks that fail alike within this time failed of the same."""
+TOGETHER_NS = 2 * NS_PER_S  # ranks that fail alike within this time failed of the same
 SLURM_LIMIT_NS = 90 * NS_PER_S
 """Slurm sends SIGTERM at the time limit, checked every half minute or so."""
 _STILL_NS, _STILL_STEPS = 10 * NS_PER_S, 20
 """A job that was ended is said to have stood still after such a time, and that of so many steps."""
-_STOOD_NS = 2 * NS_PER_S
-"""Samples that are all at one line for so long are told as such."""
+_STOOD_NS = 2 * NS_PER_S  # samples that are all at one line for so long are told as such
 _READ_LATER_NS = 5 * NS_PER_S
 """A line is read so long after it was printed, at the most where nothing hangs."""
 _WITNESS_LIMIT, _LAST_LINES, _PLACES_LIMIT = 4, 10, 4
@@ -159,10 +157,8 @@ class LastStep(NamedTuple):
     """The last training step of a rank."""
 
     number: int
-    end_ns: int
-    """Unix time."""
-    usual_ns: float
-    """What a step of the rank takes, as a median."""
+    end_ns: int  # Unix time
+    usual_ns: float  # what a step of the rank takes, as a median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +171,7 @@ class Evidence:
     hangs: Sequence[Reaction]
     collectives: Callable[[], pl.DataFrame]
     """Of `RunFrames.collectives()`: read only of jobs that died."""
-    steps: Mapping[tuple[int, int], LastStep]
-    """By rank and attempt."""
+    steps: Mapping[tuple[int, int], LastStep]  # by rank and attempt
     world: int
     output: Output
     scheduler: Sequence[SchedulerEnd] = ()

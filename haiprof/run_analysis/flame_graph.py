@@ -30,17 +30,13 @@ _LEAST_RATIO = 0.001
 class FlameSource:
     """One run, or a part of its ranks."""
 
-    run: str
-    """Empty for the run itself; the name of another that it is compared with."""
-    folder: str
-    """Where the job was started: files below it are named from there."""
+    run: str  # empty for the run itself; the name of another that it is compared with
+    folder: str  # where the job was started: files below it are named from there
     samples: CodeSamples
-    table: TimeTable
-    """What the training thread did in the steps that count."""
+    table: TimeTable  # what the training thread did in the steps that count
     lineless: Bools
     """Per row of it: whether its activity stands for itself, as no line is its cause."""
-    steps: pl.DataFrame
-    """These steps, in the columns of `step_frame`."""
+    steps: pl.DataFrame  # these steps, in the columns of `step_frame`
     accounts: Sequence[tuple[Ints, float]] = ()
     """Rows of the table that are drawn on their own, and what they take per step."""
 
@@ -49,8 +45,7 @@ class FlameSource:
 class FlameFrame:
     """A frame, the same wherever it is called from."""
 
-    name: str
-    """Its function; a phase has its own name."""
+    name: str  # its function; a phase has its own name
     place: str
     """`data.py:14` of the user's code, of two runs the file alone; the module of a library's; empty
     for a position."""
@@ -64,8 +59,7 @@ class FlameSeries:
     """The time of one rank, or of the mean of all, by node."""
 
     run: str
-    rank: int | None
-    """None: the mean of the ranks that are shown."""
+    rank: int | None  # None: the mean of the ranks that are shown
     step_count: int
     sample_count: int
     sample_ns: dict[str, float]
@@ -91,12 +85,9 @@ class FlameGraph:
     frames: tuple[FlameFrame, ...]
     parents: tuple[int, ...]
     """By node, a frame below its callers: its caller, which comes before it; -1: a position."""
-    places: tuple[int, ...]
-    """By node: its frame."""
-    series: tuple[FlameSeries, ...]
-    """The mean of the ranks first, then each rank, in order of runs."""
-    accounts: tuple[FlameSeries, ...] = ()
-    """Those of the first run that were asked for, each alone."""
+    places: tuple[int, ...]  # by node: its frame
+    series: tuple[FlameSeries, ...]  # the mean of the ranks first, then each rank, in order of runs
+    accounts: tuple[FlameSeries, ...] = ()  # those of the first run that were asked for, each alone
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: what a page draws."""

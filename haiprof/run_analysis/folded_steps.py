@@ -36,22 +36,15 @@ class FoldedSteps:
     """Times are on the clock of the rank's spans."""
 
     file: FoldedFile
-    step_count: int
-    """Steps that were folded: the first one that is whole has this number."""
-    until_ns: int
-    """When that one begins."""
+    step_count: int  # steps that were folded: the first one that is whole has this number
+    until_ns: int  # when that one begins
     blocks: Mapping[str, np.ndarray]
     """Columns of BLOCKS, one row per block, in order of the steps; they follow each other."""
-    plain_ns: Ints
-    """[position, block]: sums without collections."""
-    collected_ns: Ints
-    """The same of collections."""
-    slow: Mapping[str, np.ndarray]
-    """Columns of SLOW."""
-    spans: Spans
-    """Of the slow steps."""
-    stretches: Mapping[str, np.ndarray]
-    """Columns of STRETCHES."""
+    plain_ns: Ints  # [position, block]: sums without collections
+    collected_ns: Ints  # the same of collections
+    slow: Mapping[str, np.ndarray]  # columns of SLOW
+    spans: Spans  # of the slow steps
+    stretches: Mapping[str, np.ndarray]  # columns of STRETCHES
 
     @property
     def first_step(self) -> Ints:

@@ -93,14 +93,10 @@ from haiprof.run_format.tables import COUNTER_TABLES
 from haiprof.run_format.writer import append_line
 
 _HOUR_NS = 3600 * NS_PER_S
-CONTEXT_STEPS = 64
-"""Spans of so many folded steps are kept: a step begins by what was before it."""
-LEAST_STEPS = 200
-"""With fewer steps the first ones that are no warm-up are not known yet (5 % are)."""
-WARM_UP_STEPS = 10
-"""So many first steps are a block of their own, as no verdict counts them."""
-SLOW_RATIO = 1.5
-"""A step that took so many times the median of the folded hour is kept whole."""
+CONTEXT_STEPS = 64  # spans of so many folded steps are kept: a step begins by what was before it
+LEAST_STEPS = 200  # with fewer steps the first ones that are no warm-up are not known yet (5 % are)
+WARM_UP_STEPS = 10  # so many first steps are a block of their own, as no verdict counts them
+SLOW_RATIO = 1.5  # a step that took so many times the median of the folded hour is kept whole
 MOST_SLOW, ALWAYS_SLOW = 0.02, 32
 """Of the steps that are folded at once no more are kept whole, or so many, the longest first; of
 the others it is counted how many there were."""
@@ -116,12 +112,9 @@ _ON_TIME = tuple(POSITIONS.index(name) for name in ("evaluation", "checkpoint", 
 class Retention:
     """What is kept in full, before the end of what was recorded."""
 
-    steps_ns: int = 2 * _HOUR_NS
-    """Spans and device times of steps."""
-    samples_ns: int = _HOUR_NS // 4
-    """Samples of stacks."""
-    counters_ns: int = _HOUR_NS // 4
-    """Each sample of counters, and of the progress of collectives."""
+    steps_ns: int = 2 * _HOUR_NS  # spans and device times of steps
+    samples_ns: int = _HOUR_NS // 4  # samples of stacks
+    counters_ns: int = _HOUR_NS // 4  # each sample of counters, and of the progress of collectives
 
 
 Columns = dict[str, np.ndarray]

@@ -54,16 +54,12 @@ _COLUMNS = ("time_ns", "step", "allocated_bytes", "peak_bytes", "reserved_bytes"
 class GpuMemorySeries:
     """Of one rank's last attempt; an entry per reading, in order of time."""
 
-    time_ns: Ints
-    """On the rank's own clock."""
+    time_ns: Ints  # on the rank's own clock
     step: Ints
-    allocated_bytes: Ints
-    """Where a step began: without its activations."""
-    peak_bytes: Ints
-    """The highest so far, or since the job's own reset."""
+    allocated_bytes: Ints  # where a step began: without its activations
+    peak_bytes: Ints  # the highest so far, or since the job's own reset
     reserved_bytes: Ints
-    limit_bytes: int
-    """What the process may take of its device."""
+    limit_bytes: int  # what the process may take of its device
 
 
 def gpu_memory_series(files: RunFiles) -> Mapping[int, GpuMemorySeries]:
@@ -121,10 +117,8 @@ class LargestBatch:
 
     shapes: Shapes
     step: int | None
-    start_bytes: int
-    """Allocated where its step began."""
-    peak_bytes: int
-    """The highest so far when its step was over."""
+    start_bytes: int  # allocated where its step began
+    peak_bytes: int  # the highest so far when its step was over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,18 +132,14 @@ class GpuOutOfMemory:
     """What the process may take: the device's memory, or the share that it was given."""
     device_total_bytes: int | None = None
     device_free_bytes: int | None = None
-    allocated_bytes: int | None = None
-    """In tensors."""
-    reserved_bytes: int | None = None
-    """By the caching allocator: allocated or cached."""
+    allocated_bytes: int | None = None  # in tensors
+    reserved_bytes: int | None = None  # by the caching allocator: allocated or cached
     peak_bytes: int | None = None
     """The highest that was ever allocated, or since the job's own reset."""
     free_cached_bytes: int | None = None
     """Reserved and free, of the pool and the stream that the request was for."""
-    largest_free_bytes: int | None = None
-    """The largest piece of it."""
-    private_pool_bytes: int | None = None
-    """In pools of their own, as CUDA graphs have them."""
+    largest_free_bytes: int | None = None  # the largest piece of it
+    private_pool_bytes: int | None = None  # in pools of their own, as CUDA graphs have them
     others_bytes: int | None = None
     """In other processes on the same GPU, as far as torch named them."""
     held: Mapping[str, int] = field(default_factory=dict)
@@ -158,13 +148,10 @@ class GpuOutOfMemory:
     module: str | None = None
     line: Frame | None = None
     step: int | None = None
-    batch: Shapes = ()
-    """What the step's root module was called with, by shape."""
+    batch: Shapes = ()  # what the step's root module was called with, by shape
     largest: LargestBatch | None = None
-    snapshot: str | None = None
-    """The allocator's snapshot in `memory/` of the run."""
-    count: int = 1
-    """Allocations that failed in this process, of which this is the last."""
+    snapshot: str | None = None  # the allocator's snapshot in `memory/` of the run
+    count: int = 1  # allocations that failed in this process, of which this is the last
 
     @property
     def fragmented(self) -> bool | None:

@@ -57,12 +57,10 @@ _COLUMNS = ("rank", "cell", "position", "activity", "work", "stack", "step", "ki
 _Rows = dict[str, np.ndarray]
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
 _WOKEN = (SLEEP, FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, LOCK_WAIT, OTHER_WAIT)
-MODEL_POSITIONS = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
-"""Where operators are the model's own."""
+MODEL_POSITIONS = (FORWARD, LOSS, BACKWARD, OPTIMIZER)  # where operators are the model's own
 NO_LINE = (NO_CORE, COLLECTION, GIL_WAIT, LINK_WAIT, PEER_WAIT, LOADER_WAIT)
 """What no line of the training thread is the cause of."""
-JOB = "job"
-"""The package of the user's own code."""
+JOB = "job"  # the package of the user's own code
 _PACKAGE = re.compile(
     r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+?)(?:\.py)?(?:[/\\]|\Z)", re.DOTALL
 )
@@ -107,8 +105,7 @@ _STEP_WRAPPER = "profile_hook_step.<locals>.wrapper"
 DISPATCH_RATIO = 1 / 3
 """Of an operator that takes a microsecond, what Python needs to call it: it holds the interpreter
 lock so long. Measured on `torch.add` of ten numbers, CPython 3.11."""
-_MOST = 0.95
-"""No more of a position's work is called waiting for a core."""
+_MOST = 0.95  # no more of a position's work is called waiting for a core
 _UNLIKE = 0.2
 """What the shares of positions without a core differ by, before anything is known of them: where
 samples do not tell positions apart, as with several steps between two of them, their shares are
@@ -120,8 +117,7 @@ USUAL, LONG, BESIDE_SAVE = range(3)
 """Periods of a position are sampled apart: those in which it took much longer than usual, and those
 of steps that began while a save was written beside the training thread."""
 _PARTS = 3 * len(POSITIONS)
-_SPIKE_MIN_RATIO = 0.01
-"""Where such periods hold at least this share of all time."""
+_SPIKE_MIN_RATIO = 0.01  # where such periods hold at least this share of all time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,32 +126,21 @@ class TimeTable:
 
     tree: CodeTree
     rank: Ints
-    cell: Ints
-    """Index into POSITIONS: the position that its span says, whose time it shares."""
+    cell: Ints  # index into POSITIONS: the position that its span says, whose time it shares
     position: Ints
     """The same where the code below an optimizer's closure is told from the optimizer's."""
-    activity: Ints
-    """Index into ACTIVITIES."""
-    work: Ints
-    """The same where a thread that waited for a core counts as doing what it had begun."""
-    stack: Ints
-    """Of the tree; 0 where no code is known."""
-    step: Ints
-    """Number of the step in whose period the time was seen; -1: spread over all."""
-    kind: Ints
-    """Of the position in that step's period: USUAL, LONG or BESIDE_SAVE."""
-    hidden: Bools
-    """Whether the device still had work then: nothing that the host did held it up."""
-    ns: Floats
-    """Of all judged steps together."""
-    count: Floats
-    """Samples that it rests on."""
-    sample: Ints
-    """Which sample it is, or a part of: a row of the `CodeSamples`; -1: none."""
+    activity: Ints  # index into ACTIVITIES
+    work: Ints  # the same where a thread that waited for a core counts as doing what it had begun
+    stack: Ints  # of the tree; 0 where no code is known
+    step: Ints  # number of the step in whose period the time was seen; -1: spread over all
+    kind: Ints  # of the position in that step's period: USUAL, LONG or BESIDE_SAVE
+    hidden: Bools  # whether the device still had work then: nothing that the host did held it up
+    ns: Floats  # of all judged steps together
+    count: Floats  # samples that it rests on
+    sample: Ints  # which sample it is, or a part of: a row of the `CodeSamples`; -1: none
     needed: Bools
     """Whether it is the model's own work, which no change around it removes; unknown at first."""
-    packages: Sequence[str]
-    """Per frame of the tree: whose code it is."""
+    packages: Sequence[str]  # per frame of the tree: whose code it is
 
     @property
     def package(self) -> Sequence[str | None]:
@@ -219,14 +204,10 @@ class RankSamples:
     """What is needed of one sampled rank."""
 
     rank: int
-    step: Ints
-    """Numbers of the judged steps; a block of folded ones has that of its first one."""
-    count: Ints
-    """How many steps each stands for."""
-    plain_ns: Ints
-    """[position, judged step]: without collections; sums of a block."""
-    collected_ns: Ints
-    """The same of the garbage collector's pauses."""
+    step: Ints  # numbers of the judged steps; a block of folded ones has that of its first one
+    count: Ints  # how many steps each stands for
+    plain_ns: Ints  # [position, judged step]: without collections; sums of a block
+    collected_ns: Ints  # the same of the garbage collector's pauses
     positions: StepPositions
     wall_offset_ns: int
     no_core_ratio: float | None
@@ -237,8 +218,7 @@ class RankSamples:
     """Of its time, how long it waited for later ranks in collectives; None: not known."""
     free_ratio: float | None
     """Of its time, how long its cores had nothing to do; None: they are as many as their ranks."""
-    busy: BusyTimes | None
-    """When its device had work queued; None: no device, or not known."""
+    busy: BusyTimes | None  # when its device had work queued; None: no device, or not known
     beside: Bools | None = None
     """[judged step]: whether it began while a save was written beside it; None: none did."""
 

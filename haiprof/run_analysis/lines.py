@@ -61,8 +61,7 @@ _WRAPPERS = (
 )  # fmt: skip
 """Of torch, around calls of modules, optimizers, collectives, functions under no_grad: they tell
 nothing."""
-_SCRIPT = "<module>"
-"""The outermost frame of every script: it tells nothing either."""
+_SCRIPT = "<module>"  # the outermost frame of every script: it tells nothing either
 _SOURCE_LIMIT_BYTES = 1 << 20
 _Step = TypeVar("_Step", str, int)
 _Z = 1.96  # 95 % of a normal distribution
@@ -73,16 +72,12 @@ class CodeLine:
     """A function of the job's own code that a finding is about, as it was sampled."""
 
     file: str
-    line: int
-    """Its line that was seen most often."""
+    line: int  # its line that was seen most often
     function: str
-    share: float | None
-    """Of what `of` says; None where it is not known."""
+    share: float | None  # of what `of` says; None where it is not known
     low: float | None
-    high: float | None
-    """Where the share lies with 95 % certainty; None where that is not known."""
-    of: str
-    """What it is a share of: `the step`, `the workers' loading`."""
+    high: float | None  # where the share lies with 95 % certainty; None where that is not known
+    of: str  # what it is a share of: `the step`, `the workers' loading`
     sample_count: int | None
     """None where the ledger has the share: it rests on more than the samples of this line."""
     callees: tuple[str, ...]

@@ -29,8 +29,7 @@ from haiprof.trace_format.nccl_files import (
     read_nccl_file,
 )
 
-_ALL_BYTES = 64 << 20
-"""Of all files together, where they are many."""
+_ALL_BYTES = 64 << 20  # of all files together, where they are many
 _LEAST_BYTES = 64 << 10
 _FILE_LIMIT = 100_000
 _INSPECTOR = re.compile(r".+-pid\d+\.log|nccl_inspector_metrics_.+\.prom")
@@ -56,15 +55,11 @@ RANK_SCHEMA = {
 class NcclRank:
     """A rank that NCCL itself names in one communicator."""
 
-    rank: int | None
-    """In the communicator; None where a process alone is named."""
-    size: int | None
-    """Ranks of the communicator."""
+    rank: int | None  # in the communicator; None where a process alone is named
+    size: int | None  # ranks of the communicator
     pid: int | None
-    why: str
-    """For people."""
-    host: str | None = None
-    """Of its process, where that is known."""
+    why: str  # for people
+    host: str | None = None  # of its process, where that is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +69,10 @@ class NcclReport:
     collectives: pl.DataFrame
     """Columns of RANK_SCHEMA: per rank, communicator and kind one row, whose times and rates are of
     the message with most records."""
-    waits: pl.DataFrame
-    """`rank`, and columns of WAIT_SCHEMA."""
-    cut_count: int
-    """Files whose end alone was read: `record_count` is of that part."""
-    interval_ns: int
-    """How often the Inspector writes; 0 where that is not known."""
-    notes: tuple[str, ...]
-    """What could not be read."""
+    waits: pl.DataFrame  # `rank`, and columns of WAIT_SCHEMA
+    cut_count: int  # files whose end alone was read: `record_count` is of that part
+    interval_ns: int  # how often the Inspector writes; 0 where that is not known
+    notes: tuple[str, ...]  # what could not be read
 
     @property
     def known(self) -> NcclReport | None:

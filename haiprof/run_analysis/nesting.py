@@ -66,12 +66,9 @@ class Nested:
     """Spans by start time; what belongs to an outer span's own work is left out."""
 
     spans: Spans
-    parent: Ints
-    """Row of the span directly around, -1 at the top."""
-    top: Ints
-    """Row of the outermost span around, its own at the top."""
-    self_ns: Ints
-    """Duration without the spans directly inside."""
+    parent: Ints  # row of the span directly around, -1 at the top
+    top: Ints  # row of the outermost span around, its own at the top
+    self_ns: Ints  # duration without the spans directly inside
     overlapping_count: int
     """Spans left out because they cross another's edge: one thread cannot do that."""
 

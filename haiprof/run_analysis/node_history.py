@@ -43,15 +43,12 @@ class SeenJob:
     """A job that was seen, with or without haiprof."""
 
     start_wall_ns: int | None
-    end_wall_ns: int | None
-    """None where it runs, or nobody saw its end."""
+    end_wall_ns: int | None  # None where it runs, or nobody saw its end
     uid: int | None
     pid: int | None
     command: str
-    run: str | None
-    """Its run directory; None for a job without haiprof."""
-    process_count: int | None
-    """Processes at the most, once it has ended."""
+    run: str | None  # its run directory; None for a job without haiprof
+    process_count: int | None  # processes at the most, once it has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +60,10 @@ class HeldGpu:
     uid: int | None
     command: str
     start_wall_ns: int
-    end_wall_ns: int | None
-    """None where it is held still, or nobody saw the end."""
+    end_wall_ns: int | None  # None where it is held still, or nobody saw the end
     utilization_mean_ratio: float | None
     utilization_max_ratio: float | None
-    unused: bool
-    """Whether it did nothing in ten minutes or more."""
+    unused: bool  # whether it did nothing in ten minutes or more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +72,15 @@ class NodeRecord:
 
     host: str
     is_recording: bool
-    counters: pl.DataFrame
-    """As `HISTORY_SCHEMA` says."""
+    counters: pl.DataFrame  # as `HISTORY_SCHEMA` says
     jobs: Sequence[SeenJob]
     held_gpus: Sequence[HeldGpu]
     events: Sequence[Mapping[str, Any]]
     """Clocks that were set, full disks, starts and ends of the agent."""
-    cpu_ratio: float | None
-    """Of a core, that the agent itself took since it was last started."""
-    peak_rss_bytes: int | None
-    """Its resident memory at most."""
+    cpu_ratio: float | None  # of a core, that the agent itself took since it was last started
+    peak_rss_bytes: int | None  # its resident memory at most
     size_bytes: int
-    whole_bytes: int | None
-    """What it will be once all tiers are full."""
+    whole_bytes: int | None  # what it will be once all tiers are full
     notes: Sequence[str]
 
 

@@ -26,10 +26,8 @@ MACHINE = "machine"
 class Part:
     """Ranks that have one coordinate in common: a stage, a shard, a machine."""
 
-    kind: str
-    """`pipeline stage`, `data shard`, ..., `machine`; `place` in groups without a name."""
-    name: str
-    """`pipeline stage 1 of 0-1`, `machine node7`."""
+    kind: str  # `pipeline stage`, `data shard`, ..., `machine`; `place` in groups without a name
+    name: str  # `pipeline stage 1 of 0-1`, `machine node7`
     ranks: frozenset[int]
 
     @property
@@ -44,8 +42,7 @@ class Layout:
 
     dimensions: tuple[tuple[Part, ...], ...]
     """Parts by dimension; those of one dimension have no rank in common, and together all."""
-    coordinates: Mapping[int, str]
-    """By rank, for people: `DP 0, PP 1, TP 1`."""
+    coordinates: Mapping[int, str]  # by rank, for people: `DP 0, PP 1, TP 1`
 
     def names(self, ranks: Collection[int]) -> str:
         """`pipeline stage 1 of 0-1 (ranks 2, 3)`, `rank 5 (DP 1, PP 0)`, or `ranks 1 and 4`."""

@@ -20,15 +20,11 @@ _SAME_RATIO = 0.10
 class PrintedLine:
     """One line that the job printed into a file."""
 
-    kind: str
-    """`loss` (NaN or infinite), `traceback`, `nccl`, `memory`, or `rate`."""
-    rank: int | None
-    """None where several ranks print into that file, and the line does not say."""
-    wall_ns: int
-    """Unix time at which it was read, up to 2 s later; Python writes files later still."""
+    kind: str  # `loss` (NaN or infinite), `traceback`, `nccl`, `memory`, or `rate`
+    rank: int | None  # None where several ranks print into that file, and the line does not say
+    wall_ns: int  # Unix time at which it was read, up to 2 s later; Python writes files later still
     text: str
-    step: int | None
-    """As the job printed it."""
+    step: int | None  # as the job printed it
     per_second: float | None
     unit: str | None
 
@@ -42,11 +38,9 @@ class PrintedLine:
 class Output:
     """What was read of the files that the job prints into."""
 
-    lines: tuple[PrintedLine, ...]
-    """Of all nodes, in the order in which they were read."""
+    lines: tuple[PrintedLine, ...]  # of all nodes, in the order in which they were read
     file_count: int
-    skipped_bytes: int
-    """Printed faster than it is read: what stands there is not known."""
+    skipped_bytes: int  # printed faster than it is read: what stands there is not known
 
 
 def printed_output(files: RunFiles) -> Output:

@@ -44,10 +44,8 @@ _UNCAUGHT_LIMIT = 1 << 20
 _ENTRY_LIMIT, _CHAIN_LIMIT = 8, 8
 _LINE_LIMIT, _LINE_CHARS = 60, 400
 _FIELD_CHARS = 8_000
-_SHIM = "<shim>"
-"""The file of what CPython 3.12 and later run between C and Python."""
-_CRASH_BYTES = 1 << 15
-"""As much as in_job/crash.c writes."""
+_SHIM = "<shim>"  # the file of what CPython 3.12 and later run between C and Python
+_CRASH_BYTES = 1 << 15  # as much as in_job/crash.c writes
 FILE_LINE = re.compile(
     r'File "([^"\n]+)", line (\d{1,9}), in (\S+)(?:[ \t]*\n[ \t]+(?!File ")(\S[^\n]*))?'
 )
@@ -71,10 +69,8 @@ class Error:
 
     type: str
     message: str
-    line: Frame | None = None
-    """The innermost line of the user's own code."""
-    source: str = ""
-    """What stands there."""
+    line: Frame | None = None  # the innermost line of the user's own code
+    source: str = ""  # what stands there
     frames: Stack = ()
     errno: int | None = None
     ended_child: tuple[int, int, int] | None = None
@@ -104,8 +100,7 @@ class Error:
         return self.type not in ("", "SystemExit")
 
 
-NO_ERROR = Error(type="", message="")
-"""Of a process that no exception ended."""
+NO_ERROR = Error(type="", message="")  # of a process that no exception ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +112,7 @@ class Uncaught:
     `thread`, which ends no process, or `printed`: only its last lines on stderr tell of it."""
     thread: str | None
     wall_ns: int | None
-    errors: tuple[Error, ...]
-    """The exception, and those that it was raised from."""
+    errors: tuple[Error, ...]  # the exception, and those that it was raised from
 
     @property
     def error(self) -> Error:
@@ -141,32 +135,21 @@ class ProcessEnd:
 
     host: str
     pid: int
-    rank: int | None
-    """None for a launcher or a helper."""
-    generation: int = 0
-    """0 for the first start of the ranks, 1 after the first restart."""
+    rank: int | None  # None for a launcher or a helper
+    generation: int = 0  # 0 for the first start of the ranks, 1 after the first restart
     parent: int | None = None
-    helper: bool = False
-    """A worker or another process of a rank's."""
-    started_ns: int | None = None
-    """Unix time at which it began to be recorded."""
-    wall_ns: int | None = None
-    """Unix time of its end; None where nobody saw it."""
+    helper: bool = False  # a worker or another process of a rank's
+    started_ns: int | None = None  # Unix time at which it began to be recorded
+    wall_ns: int | None = None  # Unix time of its end; None where nobody saw it
     status: int | None = None
     signal: int | None = None
     core: bool = False
-    seen: bool = False
-    """Whether its node saw it end."""
-    closed: bool = False
-    """Whether it went through Python's own exit."""
-    closed_ns: int | None = None
-    """Unix time at which it came there; its connections close later."""
-    exited: bool = False
-    """Whether it is known that no exception but SystemExit ended it."""
-    left_at: Frame | None = None
-    """Where its main thread called sys.exit last."""
-    oom: Mapping[str, Any] | None = None
-    """What the kernel said of a kill for want of memory."""
+    seen: bool = False  # whether its node saw it end
+    closed: bool = False  # whether it went through Python's own exit
+    closed_ns: int | None = None  # Unix time at which it came there; its connections close later
+    exited: bool = False  # whether it is known that no exception but SystemExit ended it
+    left_at: Frame | None = None  # where its main thread called sys.exit last
+    oom: Mapping[str, Any] | None = None  # what the kernel said of a kill for want of memory
     shm: Mapping[str, Any] | None = None
     """`used_bytes` and `total_bytes` of /dev/shm after it ended."""
     address_limit_bytes: int | None = None
@@ -175,17 +158,14 @@ class ProcessEnd:
     crashed_at: tuple[Frame, ...] = ()
     """Where its main thread's Python was when a signal from native code ended it, outermost first;
     by haiprof, else as faulthandler printed it."""
-    crashed_beside: bool = False
-    """Whether another thread than that one crashed."""
+    crashed_beside: bool = False  # whether another thread than that one crashed
     printed: tuple[str, ...] = ()
     """Its last lines on stderr, where that is a file and they are known to be its own."""
-    printed_stdout: tuple[str, ...] = ()
-    """The same of stdout, where that is another file."""
+    printed_stdout: tuple[str, ...] = ()  # the same of stdout, where that is another file
     gpu_memory: GpuOutOfMemory | None = None
     """The last allocation on its GPU that failed, whether it died of that or not."""
     step: int | None = None
-    world_size: int | None = None
-    """As the process itself knew it when it failed."""
+    world_size: int | None = None  # as the process itself knew it when it failed
 
     @property
     def failure(self) -> Uncaught:
@@ -238,8 +218,7 @@ class ProcessEnd:
         return self.seen or self.closed or bool(self.how)
 
 
-NO_END = ProcessEnd(host="", pid=0, rank=None)
-"""Of a process of which nothing is known."""
+NO_END = ProcessEnd(host="", pid=0, rank=None)  # of a process of which nothing is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -821,8 +800,7 @@ def signal_name(number: int) -> str:
         return f"SIG{number}"
 
 
-_BACK = 50
-"""So many samples back at the most is one looked for whose stack is known."""
+_BACK = 50  # so many samples back at the most is one looked for whose stack is known
 
 
 class LastSeen(NamedTuple):
@@ -830,10 +808,8 @@ class LastSeen(NamedTuple):
 
     line: str
     wall_ns: int
-    since_ns: int
-    """Unix time of the first of the samples up to that one which are all at that line."""
-    is_at_lock: bool
-    """Whether it waited for a lock at that very line."""
+    since_ns: int  # Unix time of the first of the samples up to that one which are all at that line
+    is_at_lock: bool  # whether it waited for a lock at that very line
 
 
 def last_seen(rank: RankFiles, worker_pid: int | None = None) -> LastSeen | None:
@@ -905,8 +881,7 @@ class LastCollective:
     """The last collective that a rank began in a group."""
 
     sequence: int
-    kind: str | None
-    """None where only its number is known."""
+    kind: str | None  # None where only its number is known
 
     @property
     def text(self) -> str:

@@ -245,10 +245,8 @@ class Blocks:
     """Blocks of folded steps: sums of each."""
 
     first_step: Ints
-    count: Ints
-    """How many steps."""
-    start_ns: Ints
-    """Unix time."""
+    count: Ints  # how many steps
+    start_ns: Ints  # Unix time
     end_ns: Ints
     step_ns: Ints
     traced: Bools
@@ -266,24 +264,15 @@ class Blocks:
 class RankRows:
     """A tenth of what the rank's spans take."""
 
-    record_end: int
-    """Place after the records that its spans were read from."""
-    wall_offset_ns: int
-    """Unix time minus the clock of the spans."""
-    step_count: int
-    """Of the whole recording, folded ones too."""
-    steps: pl.DataFrame
-    """Of the whole recording, but for folded ones; columns of `step_frame`."""
-    first: pl.DataFrame
-    """Its first step, also where it was folded."""
-    blocks: Blocks
-    """Its folded steps."""
-    pauses: pl.DataFrame
-    """Of the whole recording; columns of `phase_frame`."""
-    loading: tuple[int, ...]
-    """Its row in LOADING_SCHEMA."""
-    rank: Mapping[str, object]
-    """Its row in RANK_SCHEMA."""
+    record_end: int  # place after the records that its spans were read from
+    wall_offset_ns: int  # Unix time minus the clock of the spans
+    step_count: int  # of the whole recording, folded ones too
+    steps: pl.DataFrame  # of the whole recording, but for folded ones; columns of `step_frame`
+    first: pl.DataFrame  # its first step, also where it was folded
+    blocks: Blocks  # its folded steps
+    pauses: pl.DataFrame  # of the whole recording; columns of `phase_frame`
+    loading: tuple[int, ...]  # its row in LOADING_SCHEMA
+    rank: Mapping[str, object]  # its row in RANK_SCHEMA
     positions: Mapping[int, Ints]
     """[block, and then step] in ns of the whole recording, by index into POSITIONS; that of
     collections in a position comes len(POSITIONS) later. Those that the rank never was in are left
@@ -356,12 +345,9 @@ _LEAST_COLUMNS = 60
 class RankGrid:
     """Mean times of the steps that touch each stretch; NaN where a rank has none."""
 
-    ranks: tuple[int, ...]
-    """The rows, in order."""
-    start_ns: int
-    """Unix time at which the first stretch begins."""
-    end_ns: int
-    """Unix time at which the last one ends."""
+    ranks: tuple[int, ...]  # the rows, in order
+    start_ns: int  # Unix time at which the first stretch begins
+    end_ns: int  # Unix time at which the last one ends
     phase_ns: Mapping[str, Floats]
     """[rank, stretch] on the host clock, by phase; together they are the step."""
     typical_ns: Mapping[str, float | None]

@@ -63,54 +63,34 @@ class SuspectSeen:
 
     rank: int
     reason: str
-    doing: str
-    """Empty where its collectives contradict others': the reason says what it does."""
-    certain: bool
-    """Whether it follows from what was seen, and is not only unlike the others."""
+    doing: str  # empty where its collectives contradict others': the reason says what it does
+    certain: bool  # whether it follows from what was seen, and is not only unlike the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaction:
     """One reaction."""
 
-    trigger: str
-    """`hang` or `slow`."""
-    wall_ns: int
-    """Unix time at which it was noticed."""
-    since_wall_ns: int
-    """When it began: the last sign of life, or the first slower step."""
-    host: str
-    """Whose agent noticed it."""
-    rank: int | None
-    """Whose steps."""
-    step: int | None
-    """The first slower one; with `hang` the last that ended."""
-    reason: str
-    """What was compared, for people."""
-    before_ns: float | None
-    """Usual step; None with `hang`."""
-    after_ns: float | None
-    """Slower step; None with `hang`."""
-    silent_ns: float | None
-    """Time without a step when it was noticed; None with `slow`."""
-    action: str
-    """`snapshot`, `trace-now`, or `none` where it was only noted."""
-    state: str
-    """`done`, `failed`, `begun` where the result is not known, `none` without an action."""
+    trigger: str  # `hang` or `slow`
+    wall_ns: int  # Unix time at which it was noticed
+    since_wall_ns: int  # when it began: the last sign of life, or the first slower step
+    host: str  # whose agent noticed it
+    rank: int | None  # whose steps
+    step: int | None  # the first slower one; with `hang` the last that ended
+    reason: str  # what was compared, for people
+    before_ns: float | None  # usual step; None with `hang`
+    after_ns: float | None  # slower step; None with `hang`
+    silent_ns: float | None  # time without a step when it was noticed; None with `slow`
+    action: str  # `snapshot`, `trace-now`, or `none` where it was only noted
+    state: str  # `done`, `failed`, `begun` where the result is not known, `none` without an action
     failure: str | None
-    path: str | None
-    """The snapshot."""
-    moves: bool | None
-    """Whether collectives went on during the snapshot."""
-    saving: tuple[int, ...]
-    """Ranks that were saving a checkpoint then."""
+    path: str | None  # the snapshot
+    moves: bool | None  # whether collectives went on during the snapshot
+    saving: tuple[int, ...]  # ranks that were saving a checkpoint then
     suspects: tuple[SuspectSeen, ...]
-    all_at: str | None
-    """The line at which all ranks were, where none of them is suspected."""
-    window: int | None
-    """Number of the trace window."""
-    steps: tuple[int, int] | None
-    """Traced steps: the first, and the one after the last."""
+    all_at: str | None  # the line at which all ranks were, where none of them is suspected
+    window: int | None  # number of the trace window
+    steps: tuple[int, int] | None  # traced steps: the first, and the one after the last
 
     @property
     def mismatched_ranks(self) -> tuple[int, ...] | None:
@@ -160,8 +140,7 @@ class SnapshotLines(NamedTuple):
 
     folder: str
     wall_ns: int
-    frames: Mapping[int, Frame]
-    """By rank, its line of the job's own code."""
+    frames: Mapping[int, Frame]  # by rank, its line of the job's own code
 
     @property
     def at(self) -> Mapping[int, str]:

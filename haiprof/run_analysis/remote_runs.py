@@ -36,20 +36,16 @@ _STORES_WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl
 _NOT_PUT = "answers"
 _SAME_RUN = ("host", "launcher_pid", "start_wall_ns")
 
-State = tuple[int, int]
-"""Size and time of the last change in ns, of a file."""
+State = tuple[int, int]  # size and time of the last change in ns, of a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutResult:
     """What was put."""
 
-    target: str
-    """The run's address."""
-    file_count: int
-    """Files that were sent; those that were there already are left out."""
-    size_bytes: int
-    """Their bytes."""
+    target: str  # the run's address
+    file_count: int  # files that were sent; those that were there already are left out
+    size_bytes: int  # their bytes
 
 
 def put_run(run: RunPaths, address: str, *, host: str, only_node: bool = False) -> PutResult:

@@ -42,52 +42,37 @@ class CheckpointCall:
 
     start_ns: int
     end_ns: int
-    file: str | None
-    """None where it went to no file by name."""
-    written_ns: int | None = None
-    """When the file that was read had been written."""
+    file: str | None  # None where it went to no file by name
+    written_ns: int | None = None  # when the file that was read had been written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """Where a rank was from its first step's begin to its last one's end, Unix time in ns."""
 
-    start_ns: Ints
-    """Begin of each interval, ascending."""
+    start_ns: Ints  # begin of each interval, ascending
     end_ns: int
-    position: Ints
-    """Index into POSITIONS."""
-    step: Ints
-    """In whose period it lies."""
-    trained_ns: Ints
-    """By step: the end of its last optimizer step."""
+    position: Ints  # index into POSITIONS
+    step: Ints  # in whose period it lies
+    trained_ns: Ints  # by step: the end of its last optimizer step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRecord:
     """One start of a job's ranks, as the rank with most steps saw it."""
 
-    run: str
-    """The run directory's name."""
+    run: str  # the run directory's name
     generation: int
-    process_ns: int | None
-    """Unix time at which its process began."""
-    died_ns: int | None
-    """Of its death; None where it did not die, or that is not known."""
-    ended_ns: int | None
-    """Of the last sign of it."""
-    why: str | None
-    """How it ended, where it died."""
-    stood_still: bool = False
-    """Whether it died of ranks that waited for each other."""
-    is_unfinished: bool = False
-    """Whether a step was under way after the last whole one."""
+    process_ns: int | None  # Unix time at which its process began
+    died_ns: int | None  # of its death; None where it did not die, or that is not known
+    ended_ns: int | None  # of the last sign of it
+    why: str | None  # how it ended, where it died
+    stood_still: bool = False  # whether it died of ranks that waited for each other
+    is_unfinished: bool = False  # whether a step was under way after the last whole one
     ended_well: bool = False
     """Whether its run is known to have ended with status 0: its work is done, whatever follows."""
-    times: StepTimes | None = None
-    """None where it ended no step."""
-    saves: tuple[CheckpointCall, ...] = ()
-    """Of all its ranks, in order of time."""
+    times: StepTimes | None = None  # None where it ended no step
+    saves: tuple[CheckpointCall, ...] = ()  # of all its ranks, in order of time
     loads: tuple[CheckpointCall, ...] = ()
     apart: Mapping[int, Intervals] = field(default_factory=dict)
     """By account: when that was, outside of steps, too."""
@@ -154,11 +139,9 @@ class RunRecord:
     name: str
     start_ns: int
     end_ns: int
-    has_ended: bool
-    """Whether its end is known; else it is the last sign of it."""
+    has_ended: bool  # whether its end is known; else it is the last sign of it
     starts: tuple[StartRecord, ...]
-    hangs: tuple[tuple[int, int], ...] = ()
-    """(since, noticed): when nothing moved, Unix time."""
+    hangs: tuple[tuple[int, int], ...] = ()  # (since, noticed): when nothing moved, Unix time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,8 +365,7 @@ class _Line:
 
 _STOOD_STILL = ("hang", "mismatch")
 """Causes of deaths of ranks that waited for each other until something ended them."""
-_TICK_NS = 10_000_000
-"""Of /proc/PID/stat's start time: USER_HZ is 100 on Linux."""
+_TICK_NS = 10_000_000  # of /proc/PID/stat's start time: USER_HZ is 100 on Linux
 
 
 def run_record(
@@ -461,12 +443,10 @@ class LateStart:
 
     late: tuple[int, ...]
     waited: tuple[int, ...]
-    wait_ns: int
-    """The longest wait."""
+    wait_ns: int  # the longest wait
     process_late_ns: int | None
     """How much later the last one's process had begun than those of the ranks that waited."""
-    at: str | None
-    """Where the last one was in the meantime, by a snapshot."""
+    at: str | None  # where the last one was in the meantime, by a snapshot
 
 
 def find_late_start(files: RunFiles, least_ns: float) -> LateStart | None:

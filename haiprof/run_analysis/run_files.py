@@ -166,10 +166,8 @@ def clock_offset_ns(anchor: object) -> int | None:
 class EventLines:
     """What a rank or the agent of a node wrote down of its events."""
 
-    lines: tuple[Mapping[str, Any], ...]
-    """events.jsonl, in order."""
-    notes: tuple[str, ...]
-    """What was damaged."""
+    lines: tuple[Mapping[str, Any], ...]  # events.jsonl, in order
+    notes: tuple[str, ...]  # what was damaged
 
     def of_type(self, line_type: str) -> list[Mapping[str, Any]]:
         """Lines of one type, in order."""
@@ -191,8 +189,7 @@ class RankFiles(EventLines):
     rank: int
     attempt: int
     paths: RankPaths
-    report: Mapping[str, Any]
-    """rank.json; empty where it cannot be read."""
+    report: Mapping[str, Any]  # rank.json; empty where it cannot be read
 
     @property
     def clock_offset_ns(self) -> int | None:
@@ -223,14 +220,12 @@ class RunFiles:
     """A run directory as it was found."""
 
     paths: RunPaths
-    manifest: Manifest | None
-    """run.json; None where it is damaged."""
+    manifest: Manifest | None  # run.json; None where it is damaged
     ranks: tuple[RankFiles, ...]
     nodes: tuple[NodeFiles, ...]
     hook_failures: tuple[str, ...]
     """Processes in which the hook could not be loaded, with the error."""
-    notes: tuple[str, ...]
-    """What was damaged, ranks and nodes apart."""
+    notes: tuple[str, ...]  # what was damaged, ranks and nodes apart
 
     def last_attempts(self) -> dict[int, RankFiles]:
         """The last attempt of each rank."""

@@ -88,8 +88,7 @@ from haiprof.run_format.manifest import Manifest, read_manifest
 from haiprof.trace_format.frame_columns import Type
 
 T = TypeVar("T")
-Key = tuple[int, int]
-"""Rank and attempt."""
+Key = tuple[int, int]  # rank and attempt
 _KEPT_RECORDS = 300_000
 """Spans of a run with more than these are read again when they are asked for: 25 MB."""
 
@@ -99,22 +98,17 @@ class _Loaded:
     """What was read of the ranks' spans."""
 
     rows: Mapping[Key, RankRows]
-    kept: Mapping[Key, RankSegments] | None
-    """The spans themselves; None where they are too many."""
-    damaged: list[str]
-    """Why the other ranks have no steps."""
+    kept: Mapping[Key, RankSegments] | None  # the spans themselves; None where they are too many
+    damaged: list[str]  # why the other ranks have no steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
     """The steps of a rank side by side: blocks of folded ones, and then one by one."""
 
-    step: Ints
-    """Number of the first step of each."""
-    count: Ints
-    """How many steps it has."""
-    column: Ints
-    """Where it is in `position_times`."""
+    step: Ints  # number of the first step of each
+    count: Ints  # how many steps it has
+    column: Ints  # where it is in `position_times`
 
     def of_steps(self, steps: Ints) -> Cells:
         """Those that begin with these steps."""

@@ -48,13 +48,11 @@ class SchedulerEnd:
     cause: str | None
     """As in `deaths.Death`; None where it only tells that the job failed, or how it ended."""
     what: str
-    failed: bool
-    """Whether the job did not end as one that has done its work."""
+    failed: bool  # whether the job did not end as one that has done its work
     ended_ns: int | None
     hosts: tuple[str, ...]
     """Nodes that it names, as the run calls them; empty where it is about all of the job."""
-    lines: tuple[str, ...]
-    """All of it, for people."""
+    lines: tuple[str, ...]  # all of it, for people
 
 
 def scheduler_ends(files: RunFiles) -> list[SchedulerEnd]:

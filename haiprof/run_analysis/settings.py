@@ -55,8 +55,7 @@ class ModelSettings:
         return round(whole * (self.trainable_ratio or 0.0))
 
 
-_BYTES = {"float64": 8, "float16": 2, "bfloat16": 2, "complex64": 8}
-"""Of one number; others have 4."""
+_BYTES = {"float64": 8, "float16": 2, "bfloat16": 2, "complex64": 8}  # of one number; others have 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +147,8 @@ class Difference:
     """A setting that is not the same on all ranks."""
 
     name: str
-    usual: Scalar
-    """What most ranks have."""
-    others: Mapping[int, Scalar]
-    """What the other ranks have."""
+    usual: Scalar  # what most ranks have
+    others: Mapping[int, Scalar]  # what the other ranks have
 
 
 def read_settings(files: RunFiles) -> dict[int, RankSettings]:
@@ -257,15 +254,11 @@ class Placement:
 
     rank: int
     host: str
-    allowed_cpus: frozenset[int] | None
-    """Cores that it may run on; None where not known."""
-    cpu_nodes: tuple[int, ...]
-    """NUMA nodes of those; empty where not known."""
-    memory_pages: Mapping[int, int]
-    """Sampled pages by NUMA node; empty where not known."""
+    allowed_cpus: frozenset[int] | None  # cores that it may run on; None where not known
+    cpu_nodes: tuple[int, ...]  # NUMA nodes of those; empty where not known
+    memory_pages: Mapping[int, int]  # sampled pages by NUMA node; empty where not known
     thread_count: int | None
-    gpu_node: int | None
-    """NUMA node of its GPU; None without a GPU, or where firmware does not say."""
+    gpu_node: int | None  # NUMA node of its GPU; None without a GPU, or where firmware does not say
     adapters: tuple[tuple[str, int], ...]
     """Network adapters for RDMA with their NUMA node, where it is known."""
 

@@ -121,25 +121,18 @@ class RankSegments:
     """One rank of the run with its steps."""
 
     files: RankFiles
-    record_count: int
-    """Records that its spans were read from."""
-    record_end: int
-    """Place in the file after the last of them."""
+    record_count: int  # records that its spans were read from
+    record_end: int  # place in the file after the last of them
     folded: FoldedSteps
     """Its old steps, of which sums are left. `found` has the others, and counts them from 0."""
     found: Segmentation
-    events: Spans
-    """Garbage collector pauses and checkpoint saves."""
-    wall_offset_ns: int
-    """Unix time minus the clock of the spans."""
+    events: Spans  # garbage collector pauses and checkpoint saves
+    wall_offset_ns: int  # Unix time minus the clock of the spans
     device_ns: Floats | None
     """[phase, other and idle; step], NaN where unknown; None without device records."""
-    busy: BusyTimes | None
-    """None without device records."""
-    seen: Bools
-    """Per phase of PHASES: whether any training step of the rank has it."""
-    notes: tuple[str, ...]
-    """What was left out of the spans and device records."""
+    busy: BusyTimes | None  # None without device records
+    seen: Bools  # per phase of PHASES: whether any training step of the rank has it
+    notes: tuple[str, ...]  # what was left out of the spans and device records
 
     @property
     def first_step(self) -> int:
@@ -284,8 +277,7 @@ def _phases_seen(found: Segmentation) -> Bools:
     return seen
 
 
-STEP_PHASES = (*PHASES, "other")
-"""What a step's time is split into."""
+STEP_PHASES = (*PHASES, "other")  # what a step's time is split into
 STEP_COLUMNS: Columns = {
     "rank": (pl.Int64, "of the process"),
     "attempt": (pl.Int64, "restart of the rank, from 0"),

@@ -48,14 +48,10 @@ class StepPositions:
     """Begin of each interval, ascending, on the clock of the spans; it ends where the next one
     begins, the last one at `end_ns`."""
     end_ns: int
-    position: Ints
-    """Index into POSITIONS."""
-    around_closure: Bools
-    """Whether it is an optimizer's time, outside of the spans of its closure."""
-    collecting: Bools
-    """Whether the garbage collector had stopped the thread."""
-    period: Ints
-    """The step in whose period it lies; from 0, or under the numbers of the whole run."""
+    position: Ints  # index into POSITIONS
+    around_closure: Bools  # whether it is an optimizer's time, outside of the spans of its closure
+    collecting: Bools  # whether the garbage collector had stopped the thread
+    period: Ints  # the step in whose period it lies; from 0, or under the numbers of the whole run
     step_count: int
 
     def at(self, time_ns: Ints) -> Ints:

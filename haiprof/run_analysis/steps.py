@@ -179,21 +179,15 @@ MIN_SEGMENTS = 4
 class TrainTokens:
     """The training part of the token line, one row per token, with the evaluations around it."""
 
-    row: Ints
-    """Row in the nested spans."""
+    row: Ints  # row in the nested spans
     eval_after: Ints
     """Number of the evaluation that begins right after the token, -1 where none does."""
     evaluations: Intervals
-    closing: Bools
-    """Optimizer or scaler step; what stands for it where no optimizer is seen."""
-    tag: Codes
-    """Which optimizer, where closing."""
-    work: Bools
-    """Forward or backward that separates two closing tokens."""
-    holds_work: Bools
-    """Closing tokens with forward or backward inside (closures)."""
-    fetch: Bools
-    """Loader tokens that a step can begin with."""
+    closing: Bools  # optimizer or scaler step; what stands for it where no optimizer is seen
+    tag: Codes  # which optimizer, where closing
+    work: Bools  # forward or backward that separates two closing tokens
+    holds_work: Bools  # closing tokens with forward or backward inside (closures)
+    fetch: Bools  # loader tokens that a step can begin with
     by: int | None = None
     """What stands in for the optimizer, an index into BOUNDARIES; None where it was seen itself."""
 
@@ -202,16 +196,11 @@ class TrainTokens:
 class Boundaries:
     """One row per step; `first` and `by_loader` have one more, of what follows the last step."""
 
-    first: Ints
-    """Its first token."""
-    last_closing: Ints
-    """Its last closing token."""
-    by_loader: Bools
-    """Whether it begins with a loader token."""
-    boundary: Codes
-    """Index into BOUNDARIES."""
-    confidence: npt.NDArray[np.float64]
-    """One of the constants above."""
+    first: Ints  # its first token
+    last_closing: Ints  # its last closing token
+    by_loader: Bools  # whether it begins with a loader token
+    boundary: Codes  # index into BOUNDARIES
+    confidence: npt.NDArray[np.float64]  # one of the constants above
 
 
 def find_boundaries(tokens: TrainTokens) -> Boundaries:
@@ -322,8 +311,7 @@ def _grade(
     return boundary, np.where(split, CONFIDENCE_SPLIT, confidence)
 
 
-BY_TRAINING = -1
-"""Steps are found by optimizer, scaler and backward, as `steps` has it."""
+BY_TRAINING = -1  # steps are found by optimizer, scaler and backward, as `steps` has it
 LOADER_CUTS = 2
 """So often a fetch must come after other work before the loader is what repeats: one that gave a
 single batch, or was read before the loop, is not. As in `in_job/repeats.py`."""
@@ -399,8 +387,7 @@ PHASES = ("dataloader", "forward", "backward", "optimizer")
 SPAN_PHASES = (*PHASES, "nograd_forward", "eval", "eval_dataloader", "collective", "step_mark")
 """Phases of a span; those after PHASES count as other, or lie outside steps."""
 NOGRAD_PHASE, EVAL_PHASE, EVAL_LOADER_PHASE, COLLECTIVE_PHASE, MARK_PHASE = range(4, 9)
-MIN_REPEATS = 2
-"""Steps of a process that never trained: what came once has not repeated."""
+MIN_REPEATS = 2  # steps of a process that never trained: what came once has not repeated
 
 _WORK = kind_table(schema.FORWARD, schema.BACKWARD)
 
@@ -418,23 +405,15 @@ class StepColumns:
     """One row per step, in order of time; times on the clock of the spans."""
 
     start_ns: Ints
-    end_ns: Ints
-    """Not after the next step's start."""
-    step_ns: Ints
-    """End minus start, without evaluations in between."""
-    host_ns: Ints
-    """[phase of PHASES, step]: exclusive time in each phase."""
-    other_ns: Ints
-    """What is left of `step_ns`."""
-    micro_step_count: Ints
-    """Backward passes (forward passes where the rank has no backward)."""
+    end_ns: Ints  # not after the next step's start
+    step_ns: Ints  # end minus start, without evaluations in between
+    host_ns: Ints  # [phase of PHASES, step]: exclusive time in each phase
+    other_ns: Ints  # what is left of `step_ns`
+    micro_step_count: Ints  # backward passes (forward passes where the rank has no backward)
     optimizer_step_count: Ints
-    skipped: Bools
-    """Whether a scaler stepped and let no optimizer step."""
-    boundary: Codes
-    """Index into BOUNDARIES."""
-    confidence: npt.NDArray[np.float64]
-    """How sure the boundary is, one of the CONFIDENCE constants."""
+    skipped: Bools  # whether a scaler stepped and let no optimizer step
+    boundary: Codes  # index into BOUNDARIES
+    confidence: npt.NDArray[np.float64]  # how sure the boundary is, one of the CONFIDENCE constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,10 +421,8 @@ class Segmentation:
     """The spans of one thread, by kind."""
 
     nested: Nested
-    phase: Codes
-    """Per nested span: index into SPAN_PHASES."""
-    step: Ints
-    """Per nested span: its step, -1 outside steps."""
+    phase: Codes  # per nested span: index into SPAN_PHASES
+    step: Ints  # per nested span: its step, -1 outside steps
     steps: StepColumns
     evaluations: Intervals
     unfinished_micro_step_count: int

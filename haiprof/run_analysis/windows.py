@@ -19,16 +19,13 @@ from haiprof.run_analysis.step_frame import RankSegments
 from haiprof.run_format.raw_traces import Part, complete_parts, parse_stem
 from haiprof.trace_format.frame_columns import Columns, types_of
 
-TRIGGERS = ("option", "slow", "request")
-"""What a window was recorded for."""
+TRIGGERS = ("option", "slow", "request")  # what a window was recorded for
 NOT_REACHED = "not reached"
 TRACED_RATIO = 0.01
 """A step is traced where a window, with the stalls at its ends, takes this share of it: a window
 is cut at a step's end, and the two clock readings there differ by microseconds. Own choice."""
-LEAD_STEPS = 3
-"""`haiprof.in_job.windows.step_plan.LEAD_STEPS`."""
-Key = tuple[int, int]
-"""Rank and attempt."""
+LEAD_STEPS = 3  # `haiprof.in_job.windows.step_plan.LEAD_STEPS`
+Key = tuple[int, int]  # rank and attempt
 _STALLS = ("setup_ns", "start_ns", "stop_ns", "export_ns")
 
 WINDOW_COLUMNS: Columns = {
@@ -69,10 +66,8 @@ class TraceWindow:
     end_step: int | None = None
     start_mono_ns: int | None = None
     end_mono_ns: int | None = None
-    lead_ns: int = 0
-    """What the training thread stood still for right before it began."""
-    tail_ns: int = 0
-    """The same right after it ended."""
+    lead_ns: int = 0  # what the training thread stood still for right before it began
+    tail_ns: int = 0  # the same right after it ended
     stall_ns: int | None = None
     path: Path | None = None
     raw_bytes: int | None = None

@@ -12,10 +12,8 @@ _READINGS = 3
 class ClockAnchor:
     """The same instant on two clocks of one host."""
 
-    wall_ns: int
-    """Unix time."""
-    mono_ns: int
-    """CLOCK_MONOTONIC, which `time.perf_counter_ns` reads on Linux."""
+    wall_ns: int  # Unix time
+    mono_ns: int  # CLOCK_MONOTONIC, which `time.perf_counter_ns` reads on Linux
 
     @classmethod
     def now(cls) -> ClockAnchor:

@@ -19,8 +19,7 @@ from haiprof.run_format.reader import try_read_json
 from haiprof.run_format.writer import write_json
 
 Check = Callable[[object], bool]
-Schema = Mapping[str, Check]
-"""What each field must hold; a field that the message lacks is None."""
+Schema = Mapping[str, Check]  # what each field must hold; a field that the message lacks is None
 
 DEPTH_LIMIT = 32
 """Deeper JSON than this is refused: writing it again could exceed Python's recursion limit."""
@@ -65,14 +64,10 @@ def _is_below(limit: int) -> Check:
     return lambda value: type(value) is int and 0 <= value < limit
 
 
-is_id = _is_of(_ID, limit=64)
-"""The id of a request, which is also the name of a file."""
-is_word = _is_of(_WORD, limit=32)
-"""A kind of request, or the state of a reply."""
-is_count = _is_below(_INTEGER_LIMIT)
-"""It fits 64 bits."""
-is_rank = _is_below(_RANK_LIMIT)
-"""The number of a rank."""
+is_id = _is_of(_ID, limit=64)  # the id of a request, which is also the name of a file
+is_word = _is_of(_WORD, limit=32)  # a kind of request, or the state of a reply
+is_count = _is_below(_INTEGER_LIMIT)  # it fits 64 bits
+is_rank = _is_below(_RANK_LIMIT)  # the number of a rank
 _is_rank_digits, _is_attempt_digits = _is_of(_DIGITS, limit=7), _is_of(_DIGITS, limit=4)
 
 
@@ -175,13 +170,10 @@ class Request:
     """A request to the ranks of a running job."""
 
     id: str
-    kind: str
-    """`status`, `trace` or `stacks`."""
+    kind: str  # `status`, `trace` or `stacks`
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    expires_wall_ns: int
-    """It is not carried out after this Unix time."""
-    ranks: tuple[int, ...] | None = None
-    """Which ranks are asked; None asks all."""
+    expires_wall_ns: int  # it is not carried out after this Unix time
+    ranks: tuple[int, ...] | None = None  # which ranks are asked; None asks all
 
     def as_json(self) -> dict[str, Any]:
         """The request as plain JSON values."""

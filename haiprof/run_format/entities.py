@@ -7,8 +7,7 @@ from typing import Any
 
 PROCESS_KEYS = ("pid", "start_ticks")
 
-Key = tuple[int, ...]
-"""Values of a table's key columns."""
+Key = tuple[int, ...]  # values of a table's key columns
 
 
 def entity_key(entity: Mapping[str, Any]) -> Key:

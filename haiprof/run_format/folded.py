@@ -111,8 +111,7 @@ SECTIONS = (BLOCKS, SLOW, STRETCHES, SAMPLED, SPANS)
 class FoldedFile:
     """A `folded.rec` as it was read."""
 
-    sections: Mapping[str, RecordFile]
-    """By name of SECTIONS."""
+    sections: Mapping[str, RecordFile]  # by name of SECTIONS
     facts: Mapping[str, Any]
     """Where each file goes on, how many steps were folded, sums over all of them."""
     stack_lines: Sequence[Mapping[str, Any]]
@@ -124,8 +123,7 @@ class FoldedFile:
         return value if type(value) is int and 0 <= value < 1 << 62 else 0
 
 
-_TRIES = 3
-"""So often is read what is folded at the same time, which happens once an hour."""
+_TRIES = 3  # so often is read what is folded at the same time, which happens once an hour
 
 
 def read_of_one_folding(path: Path, read: Callable[[], T]) -> T:

@@ -23,12 +23,10 @@ from haiprof.base.version import PACKAGE, __version__
 from haiprof.run_format.layout import RunPaths
 
 _LIMIT_BYTES = 4 << 20
-_FILE_LIMIT = 48
-"""Answers of one run; a run that is asked in more ways begins anew."""
+_FILE_LIMIT = 48  # answers of one run; a run that is asked in more ways begins anew
 _DEPTH = 4
 _ENTRY_LIMIT = 100_000
-_DERIVED = "report"
-"""The folder of what is made from the rest: verdicts, pages, these answers."""
+_DERIVED = "report"  # the folder of what is made from the rest: verdicts, pages, these answers
 
 
 def fingerprint(run: RunPaths, *, of: Sequence[str] | None = None) -> str | None:

@@ -18,8 +18,7 @@ ET_RAW_SUFFIX = ".et.json"
 ET_SUFFIX = ".et.json.gz"
 PLAIN_TRACE_SUFFIX = ".pt.trace.json"
 """As torch.profiler's own handler for TensorBoard ends a file's name."""
-TRACE_SUFFIX = ".pt.trace.json.gz"
-"""The same, compressed: what a finished trace is called."""
+TRACE_SUFFIX = ".pt.trace.json.gz"  # the same, compressed: what a finished trace is called
 
 
 class _Below:
@@ -47,20 +46,16 @@ class _Inside:
 class RankPaths(_Inside):
     """The files that one process of the job writes: `ranks/<rank>` or `ranks/<rank>.<attempt>`."""
 
-    report = _Below("rank.json")
-    """Who reported in: rank, pid, host, versions."""
-    phases = _Below("phases.rec")
-    """Phase spans on the host clock (`schema.PHASES`)."""
-    device = _Below("device.rec")
-    """Phase times on the device clock (`schema.DEVICE`)."""
+    report = _Below("rank.json")  # who reported in: rank, pid, host, versions
+    phases = _Below("phases.rec")  # phase spans on the host clock (`schema.PHASES`)
+    device = _Below("device.rec")  # phase times on the device clock (`schema.DEVICE`)
     events = _Below("events.jsonl")
     """Lines of varying size: roots, optimizers, recording marks, faults of the hook, cost."""
     heartbeat = _Below("heartbeat.rec")
     """Progress of each process group's collectives (`schema.HEARTBEAT`)."""
     folded = _Below("folded.rec")
     """Sums of its old steps, whose records are not kept (`run_format.folded`)."""
-    stacks = _Below("stacks.jsonl")
-    """Samples of the training thread's Python stack (`stack_lines`)."""
+    stacks = _Below("stacks.jsonl")  # samples of the training thread's Python stack (`stack_lines`)
 
     def worker_stacks(self, worker: int) -> Path:
         """The same of the rank's DataLoader workers of one number."""
@@ -92,21 +87,15 @@ class NodePaths(_Inside):
     """The agent's own report: pid, clocks, what it could not measure and why."""
     events = _Below("events.jsonl")
     """Events beside the job: cost, missing counters, processes that did not report."""
-    bursts = _Below("bursts")
-    """What Nsight Systems wrote about a short window (`--burst`)."""
-    burst_report = _Below("bursts/gpu.nsys-rep")
-    """Its report, for its own viewer."""
-    burst_export = _Below("bursts/gpu.sqlite")
-    """The report as SQLite, which haiprof reads."""
-    burst_log = _Below("bursts/nsys.log")
-    """What Nsight Systems printed."""
-    burst_scratch = _Below("bursts/tmp")
-    """Its temporary files; gone once it has ended."""
+    bursts = _Below("bursts")  # what Nsight Systems wrote about a short window (`--burst`)
+    burst_report = _Below("bursts/gpu.nsys-rep")  # its report, for its own viewer
+    burst_export = _Below("bursts/gpu.sqlite")  # the report as SQLite, which haiprof reads
+    burst_log = _Below("bursts/nsys.log")  # what Nsight Systems printed
+    burst_scratch = _Below("bursts/tmp")  # its temporary files; gone once it has ended
 
     seen = _Below("seen.jsonl")
     """What `haiprof node` saw: jobs and holders of GPUs that came and went, its own cost."""
-    lock = _Below("agent.lock")
-    """Locked while `haiprof node` records this node; empty."""
+    lock = _Below("agent.lock")  # locked while `haiprof node` records this node; empty
 
     def earlier(self, path: Path) -> Path:
         """Where lines of this folder are moved once they are many."""
@@ -135,12 +124,9 @@ class RunPaths:
 
     root: Path
 
-    manifest = _Below(MANIFEST_NAME)
-    """What the run was: command, options, clocks, outcome."""
-    boot = _Below("boot")
-    """The hook's configuration; it holds no code (see `run_format.boot`)."""
-    boot_config = _Below(f"boot/{BOOT_CONFIG_NAME}")
-    """The options that the hook reads."""
+    manifest = _Below(MANIFEST_NAME)  # what the run was: command, options, clocks, outcome
+    boot = _Below("boot")  # the hook's configuration; it holds no code (see `run_format.boot`)
+    boot_config = _Below(f"boot/{BOOT_CONFIG_NAME}")  # the options that the hook reads
     boot_failures = _Below(f"boot/{BOOT_FAILURES_NAME}")
     """One line per process in which the hook could not be loaded; absent where it could."""
     boot_enter = _Below("boot/enter.py")
@@ -156,16 +142,12 @@ class RunPaths:
 
     external_samples_json = _Below("report/outside.json")
     """Samples of processes that do not run under haiprof, taken from outside."""
-    ranks = _Below("ranks")
-    """One folder per rank and attempt."""
-    nodes = _Below("nodes")
-    """One folder per host."""
-    uncaught = _Below("uncaught")
-    """One file per process of the job that an exception ended."""
+    ranks = _Below("ranks")  # one folder per rank and attempt
+    nodes = _Below("nodes")  # one folder per host
+    uncaught = _Below("uncaught")  # one file per process of the job that an exception ended
     scheduler = _Below("scheduler.json")
     """What Slurm or Kubernetes said of the run's end; absent where nobody asked them."""
-    flight = _Below("flight")
-    """Dumps of PyTorch's Flight Recorder, as its watchdog writes them."""
+    flight = _Below("flight")  # dumps of PyTorch's Flight Recorder, as its watchdog writes them
 
     @property
     def flight_prefix(self) -> str:
@@ -215,14 +197,11 @@ class RunPaths:
         """Those that exist."""
         return _json_files(self.memory)
 
-    report = _Below("report")
-    """Results: verdict.json, verdict.txt."""
-    verdict_json = _Below("report/verdict.json")
-    """The verdict for scripts."""
+    report = _Below("report")  # results: verdict.json, verdict.txt
+    verdict_json = _Below("report/verdict.json")  # the verdict for scripts
     diagnosis_json = _Below("report/diagnosis.json")
     """What `haiprof verdict` found, in the form of docs/diagnosis.md."""
-    verdict_text = _Below("report/verdict.txt")
-    """The verdict card as it was printed."""
+    verdict_text = _Below("report/verdict.txt")  # the verdict card as it was printed
     answers = _Below("report/answers")
     """Answers of commands, kept once the job has ended (`kept_answers`)."""
 
@@ -232,22 +211,18 @@ class RunPaths:
 
     comparison_json = _Below("report/compare.json")
     """How the run compared with the one that `--baseline last-good` chose."""
-    report_html = _Below("report/report.html")
-    """The report page."""
+    report_html = _Below("report/report.html")  # the report page
     traces = _Below("traces")
     """Traces of torch.profiler, one file per rank and window, and execution traces."""
     trace_parts = _Below("traces/.parts")
     """Raw traces of the ranks, until they are compressed into `traces`."""
-    tensorboard = _Below("tensorboard")
-    """Event files for TensorBoard."""
+    tensorboard = _Below("tensorboard")  # event files for TensorBoard
     snapshots = _Below("snapshots")
     """One folder per snapshot: what every rank was doing at that time."""
     control = _Below("control")
     """Requests to the job and its replies, and the sockets of its agents; its owner's alone."""
-    control_requests = _Below("control/requests")
-    """One file per request."""
-    control_replies = _Below("control/replies")
-    """One folder per request, with one file per rank."""
+    control_requests = _Below("control/requests")  # one file per request
+    control_replies = _Below("control/replies")  # one folder per request, with one file per rank
     control_members = _Below("control/members")
     """Ranks of nodes that do not share the run directory, as their agents reported them."""
 

@@ -25,37 +25,27 @@ _INTEGER_LIMIT = 1 << 63
 class Manifest:
     """What run.json holds."""
 
-    version: int = SCHEMA_VERSION
-    """Format version of the whole run directory."""
-    haiprof_version: str
-    """Release that recorded it."""
-    name: str
-    """The job's name."""
-    command: list[str]
-    """The job's command line."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options in force, by name."""
-    cwd: str = ""
-    """Where the job was started."""
+    version: int = SCHEMA_VERSION  # format version of the whole run directory
+    haiprof_version: str  # release that recorded it
+    name: str  # the job's name
+    command: list[str]  # the job's command line
+    options: dict[str, Any] = field(default_factory=dict)  # options in force, by name
+    cwd: str = ""  # where the job was started
     environment: dict[str, Any] = field(default_factory=dict)
     """`git` (`root`, `branch`, `commit`, `dirty`, `changed_files`, `changes_digest`, or `reason`),
     `variables` (only listed ones), `script`, `machine`; the last two and `dirty` come once the job
     runs; under Slurm `slurm_job`, `_restart`, `_cluster`, `_nodes` and `_name`; `kubernetes` in
     a pod."""
-    host: str = ""
-    """Host of the launcher that created the run."""
-    launcher_pid: int = 0
-    """Its process id."""
+    host: str = ""  # host of the launcher that created the run
+    launcher_pid: int = 0  # its process id
     job_pid: int | None = None
     """Process id of the job's first process, on the same host; null before it has started."""
-    start_wall_ns: int = 0
-    """Unix time at which the job was started."""
+    start_wall_ns: int = 0  # Unix time at which the job was started
     end_wall_ns: int | None = None
     """Unix time at which it ended; null while it runs, and after a kill of everything."""
     exit_status: int | None = None
     """The job's exit status; null while it runs or when a signal ended it."""
-    signal: str | None = None
-    """Name of the signal that ended the job."""
+    signal: str | None = None  # name of the signal that ended the job
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Who reported in: `rank`, `attempt`, `host`, `pid`; written when the job has ended."""
     unreported: list[dict[str, Any]] = field(default_factory=list)

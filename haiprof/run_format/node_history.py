@@ -35,8 +35,7 @@ TIERS = (
 FILES_PER_TIER = 6
 """A file holds so great a part of what is kept: one more than that is on the disk at most."""
 STATISTICS = ("mean", "min", "max")
-LIMIT_MB = 1500.0
-"""Of all files of a node: what no retention may exceed."""
+LIMIT_MB = 1500.0  # of all files of a node: what no retention may exceed
 
 
 def kept_columns(table: Table) -> tuple[Column, ...]:

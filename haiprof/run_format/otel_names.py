@@ -22,18 +22,13 @@ InstrumentKind = Literal["counter", "updown", "gauge"]
 class Instrument:
     """One column of a table as other systems know it."""
 
-    name: str
-    """In OpenTelemetry's form."""
-    unit: str
-    """In UCUM's form: `s`, `By`, `1`, `{packet}`."""
+    name: str  # in OpenTelemetry's form
+    unit: str  # in UCUM's form: `s`, `By`, `1`, `{packet}`
     kind: InstrumentKind
     """`counter` only grows; `updown` adds up over its attributes; `gauge` does not."""
-    divisor: int
-    """From stored values to values in `unit`."""
-    attributes: Mapping[str, str]
-    """What tells it from other columns of the same name."""
-    description: str
-    """What all columns of that name are read from."""
+    divisor: int  # from stored values to values in `unit`
+    attributes: Mapping[str, str]  # what tells it from other columns of the same name
+    description: str  # what all columns of that name are read from
 
     @property
     def prometheus_name(self) -> str:
@@ -251,18 +246,15 @@ class Sample:
 
     instrument: Instrument
     labels: Mapping[str, str]
-    value: float
-    """In the instrument's unit."""
-    time_ns: int
-    """When it was read."""
+    value: float  # in the instrument's unit
+    time_ns: int  # when it was read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """All series of one name."""
 
-    instrument: Instrument
-    """Of one of them: name, kind and description are the same for all."""
+    instrument: Instrument  # of one of them: name, kind and description are the same for all
     samples: tuple[Sample, ...]
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 KEY = "phase_ranges"
-NAMES = ("forward", "backward")
-"""As the phases are named everywhere."""
+NAMES = ("forward", "backward")  # as the phases are named everywhere
 LIMIT = 20_000
 """Ranges of one window: half a megabyte of the sidecar, which is read up to a megabyte."""
 
@@ -53,8 +52,7 @@ def parse_ranges(packed: object, *, since_ns: object) -> list[PhaseRange]:
 
 HEAD_BYTES = 4 << 20  # devices and metadata stand before the events
 CHUNK_BYTES = 1 << 20
-ARGUMENT = "haiprof"
-"""Key among the arguments of an added range."""
+ARGUMENT = "haiprof"  # key among the arguments of an added range
 PHASES = frozenset(json.dumps(name).encode() for name in NAMES)
 """Names of forward and backward ranges, as they are written."""
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')

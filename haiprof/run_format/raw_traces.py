@@ -38,8 +38,7 @@ class Stem:
 
     text: str
     rank: int
-    host: str
-    """As `safe_name` writes it."""
+    host: str  # as `safe_name` writes it
     pid: int
     start_wall_ns: int
 

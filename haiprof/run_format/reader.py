@@ -28,16 +28,11 @@ class RecordFile:
     columns: tuple[tuple[str, str, str, str], ...]
     """(name, type, unit, kind) of each column, as the writer had them."""
     header: dict[str, Any]
-    data: bytes
-    """Whole records only."""
-    notes: tuple[str, ...]
-    """Notes on what had to be left out, for people."""
-    first: int = 0
-    """Place in the file of the first record that was read."""
-    torn_bytes: int = 0
-    """What follows the last whole record."""
-    start: int = 0
-    """Where in the file its first record begins."""
+    data: bytes  # whole records only
+    notes: tuple[str, ...]  # notes on what had to be left out, for people
+    first: int = 0  # place in the file of the first record that was read
+    torn_bytes: int = 0  # what follows the last whole record
+    start: int = 0  # where in the file its first record begins
 
     @property
     def clock(self) -> ClockAnchor:

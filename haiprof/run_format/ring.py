@@ -23,26 +23,20 @@ _WORD_BYTES = 8
 
 # Places of words in the header.
 MAGIC, VERSION, CAPACITY = range(3)
-COUNT = 3
-"""Spans put in so far; the next goes to this one modulo the capacity."""
-SETTLED = 4
-"""Spans that the file has, or that were left out of it on purpose; they come first."""
+COUNT = 3  # spans put in so far; the next goes to this one modulo the capacity
+SETTLED = 4  # spans that the file has, or that were left out of it on purpose; they come first
 OPENS_NS = 5
 """Spans that began before this are not to be kept: warm-up. `NEVER` until that is over."""
-CLOSES_NS = 6
-"""The recording ends with the first optimizer or marked step that ends then or later."""
+CLOSES_NS = 6  # the recording ends with the first optimizer or marked step that ends then or later
 STATE = 7
-STEPS = 8
-"""Optimizer steps among the spans put in so far."""
-OPEN = 16
-"""From here on by kind: when the span began that is open now, or 0."""
+STEPS = 8  # optimizer steps among the spans put in so far
+OPEN = 16  # from here on by kind: when the span began that is open now, or 0
 OPEN_COUNT = 16
 HEADER_WORDS = 32
 HEADER_BYTES = HEADER_WORDS * _WORD_BYTES
 RING_BYTES = HEADER_BYTES + RING_CAPACITY * WORDS_PER_RECORD * _WORD_BYTES
 
-RECORDING, ENDED = 1, 2
-"""Values of STATE."""
+RECORDING, ENDED = 1, 2  # values of STATE
 NEVER = (1 << 57) - 1  # as large as a time in a record can be
 
 
@@ -52,16 +46,13 @@ class Ring:
 
     records: tuple[tuple[int, int], ...]
     """The two words of each sound record, in the order of their ends."""
-    count: int
-    """Spans that were ever put in."""
+    count: int  # spans that were ever put in
     settled: int
     opens_ns: int
     closes_ns: int
-    ended: bool
-    """Whether the recording had come to its own end, and the file has all of it."""
+    ended: bool  # whether the recording had come to its own end, and the file has all of it
     step_count: int
-    open_ns: dict[str, int]
-    """By name of the phase that was under way: when it began."""
+    open_ns: dict[str, int]  # by name of the phase that was under way: when it began
 
     @property
     def overwritten(self) -> int:

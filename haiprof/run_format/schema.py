@@ -23,30 +23,24 @@ _STRUCT_CODE = {"i64": "q", "f64": "d", "f32": "f", "u32": "I"}
 class Column:
     """One column of a record."""
 
-    name: str
-    """Field word with the unit as suffix."""
-    type: str
-    """`i64`, `f64`, `f32` or `u32`, little-endian."""
-    unit: str
-    """Base unit: ns, bytes, count, ratio, watts, hz, celsius; `packed` for bit fields."""
+    name: str  # field word with the unit as suffix
+    type: str  # `i64`, `f64`, `f32` or `u32`, little-endian
+    unit: str  # base unit: ns, bytes, count, ratio, watts, hz, celsius; `packed` for bit fields
     kind: str
     """`gauge`, `time`, `key`, `span`, or a counter: it only grows, and ends as `counter_end` says.
 
     `counter` has 64 bits, `counter32` goes on at 0 after 32 bits, `sticky16` stops at 16 bits;
     `sticky32x4` is one of 32 bits that is stored times 4.
     """
-    meaning: str
-    """Where it comes from and what it says, in one sentence."""
+    meaning: str  # where it comes from and what it says, in one sentence
 
 
 class CounterEnd(NamedTuple):
     """How a counter ends."""
 
     bits: int
-    sticks: bool
-    """Whether it stays at its highest value; else it wraps to 0."""
-    scale: int = 1
-    """The factor that the source's own count was multiplied by."""
+    sticks: bool  # whether it stays at its highest value; else it wraps to 0
+    scale: int = 1  # the factor that the source's own count was multiplied by
 
 
 _COUNTER_KIND = re.compile(r"(counter|sticky)([1-9]\d?)?(?:x([1-9]\d{0,3}))?\Z", re.ASCII)

@@ -111,10 +111,8 @@ _WEBHOOK = re.compile(
 )
 _PEM = re.compile(r"-----BEGIN[A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL)
 _QUOTES = "\\\"'"
-_JUDGED = 256
-"""Characters of a value by which it is judged."""
-_SHORT_OPTION = 5
-"""Characters of an option such as `-fp16`."""
+_JUDGED = 256  # characters of a value by which it is judged
+_SHORT_OPTION = 5  # characters of an option such as `-fp16`
 _USER_OPTIONS = ("-u", "--user", "--proxy-user")
 
 

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from haiprof.base.code_places import is_library
 
-Frame = tuple[str, int, str]
-"""File, line, function."""
-Stack = tuple[Frame, ...]
-"""From the outermost to the innermost frame."""
+Frame = tuple[str, int, str]  # file, line, function
+Stack = tuple[Frame, ...]  # from the outermost to the innermost frame
 _FRAME_LIMIT = 200
 _HOOK = "/haiprof/in_job/"
 

@@ -60,17 +60,14 @@ OPERATIONS_BIT = 3
 """From that bit on: how many calls, items and sums its text has; a round does each or more."""
 LOCK_ELSEWHERE, LOCK_WAITED_FOR, LOCK_HELD, LOCK_UNKNOWN = 0, 1, 2, -1
 """How the training thread stood to the interpreter lock when a sample was due."""
-LOCK_STATES = "01h-"
-"""The letters of `lock_wait` for these."""
+LOCK_STATES = "01h-"  # the letters of `lock_wait` for these
 WAITS = (
     "none", "file", "socket", "pipe", "lock", "sleep", "poll", "other", "fault",
 )  # fmt: skip
 """What the thread waited for, by number: nothing, as it was on a core or ready for one; a lock, the
 interpreter's among them; several descriptors (poll); memory (fault). -1: not known."""
 WAIT_UNKNOWN = -1
-WAIT_LETTERS = "0fsplzmov-"
-"""The letters of `wait` for these, the last for what is not known."""
-LEFT_OUT = -1
-"""Number of the stack of samples whose stacks were too many to be told apart."""
+WAIT_LETTERS = "0fsplzmov-"  # the letters of `wait` for these, the last for what is not known
+LEFT_OUT = -1  # number of the stack of samples whose stacks were too many to be told apart
 FILE_LIMIT_BYTES = 4 << 20
 """A worker's file takes no more room: a job that starts workers each minute goes on for days."""

@@ -13,8 +13,7 @@ from haiprof.base.options import ENV_UNPACK_LIMIT
 
 RATIO_LIMIT = 200
 """Real traces shrink to a tenth or a thirtieth; a gzip bomb can reach one to 1,032."""
-RATIO_FROM_BYTES = 256 << 20
-"""Text up to this size is unpacked whatever the ratio."""
+RATIO_FROM_BYTES = 256 << 20  # text up to this size is unpacked whatever the ratio
 _READ_BYTES = 1 << 22
 
 
