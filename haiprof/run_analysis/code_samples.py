@@ -14,33 +14,21 @@ from haiprof.base.code_places import is_library
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Bools, Floats, Ints, total, union
 from haiprof.base.ledger import POSITIONS
+from haiprof.run_analysis import step_positions
 from haiprof.run_analysis.folded_steps import phase_sums
 from haiprof.run_analysis.nesting import take_rows
 from haiprof.run_analysis.run_files import entries, integer, mapping, note_damage, text
 from haiprof.run_analysis.step_frame import RankSegments
-from haiprof.run_analysis.step_positions import (
-    innermost_phase,
-    is_inside,
-    place_in,
-)
 from haiprof.run_analysis.steps import (
     EVAL_LOADER_PHASE,
     EVAL_PHASE,
     PHASES,
     SPAN_PHASES,
 )
-from haiprof.run_format import schema
+from haiprof.run_format import schema, stack_lines
 from haiprof.run_format.folded import read_of_one_folding
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.reader import read_lines
-from haiprof.run_format.stack_lines import (
-    FOLDED_WORKERS,
-    HEADER,
-    LOCK_STATES,
-    SAMPLES,
-    STACKS_VERSION,
-    WAIT_LETTERS,
-)
 
 TRAINING_PHASES = (*PHASES, "other", "checkpoint", "evaluation", "between_steps")
 """Where a sample of the training thread falls: `other` is in a step, outside the four phases."""
@@ -201,10 +189,10 @@ class SampledProcess:
         self._parts.append((
             begin + offset * _NS_PER_US,
             stack,
-            _letters(line.get("lock_wait"), LOCK_STATES, count),
+            _letters(line.get("lock_wait"), stack_lines.LOCK_STATES, count),
             _times_ns(line.get("run_us"), count),
             _times_ns(line.get("queue_us"), count),
-            _letters(line.get("wait"), WAIT_LETTERS, count),
+            _letters(line.get("wait"), stack_lines.WAIT_LETTERS, count),
             _times_ns(line.get("weight_us"), count),
         ))  # fmt: skip
         for entry in entries(line.get("others")):
@@ -268,11 +256,12 @@ def sampled_processes(lines: Iterable[Mapping[str, Any]], tree: StackTree) -> li
         pid = integer(line.get("pid"))
         if pid is None:
             continue
-        if line.get("type") == HEADER and line.get("version") == STACKS_VERSION:
+        kind, header = line.get("type"), (stack_lines.HEADER, stack_lines.STACKS_VERSION)
+        if (kind, line.get("version")) == header:
             named = map(text, entries(line.get("libraries")))
             worker = integer(line.get("worker"))
             found[pid] = SampledProcess(pid, worker, tuple(name for name in named if name))
-        elif line.get("type") == SAMPLES and pid in found:
+        elif kind == stack_lines.SAMPLES and pid in found:
             found[pid].add(line, tree)
     return list(found.values())
 
@@ -293,11 +282,11 @@ def read_folded_workers(path: Path) -> FoldedWorkers:
         for n, at in places.items()
         if n is not None and at is not None
     }
-    if notes or not lines or lines[0].get("type") != FOLDED_WORKERS or not found:
+    if notes or not lines or lines[0].get("type") != stack_lines.FOLDED_WORKERS or not found:
         raise RunFormatError(f"{path}: damaged: old samples of workers are not known")
     worker_of: dict[object, int | None] = {}
     for line in lines[1:]:
-        if line.get("type") == HEADER:
+        if line.get("type") == stack_lines.HEADER:
             worker_of[line.get("pid")] = integer(line.get("worker"))
         worker = worker_of.get(line.get("pid"))
         if worker in found:
@@ -464,12 +453,12 @@ def _folded_samples(rank: RankSegments, process: SampledProcess) -> dict[str, np
 def locate(rank: RankSegments, time_ns: Ints) -> tuple[Ints, Ints]:
     """Phase and step of each moment of the training thread; -1 outside of steps."""
     found, saves = rank.found, rank.events.take(rank.events.kind == schema.SAVE)
-    step = place_in(found.steps.start_ns, found.steps.end_ns, time_ns)
-    phase = _OF_SPAN[innermost_phase(found, time_ns)]
-    evaluated = is_inside(*found.evaluations, time_ns)
+    step = step_positions.place_in(found.steps.start_ns, found.steps.end_ns, time_ns)
+    phase = _OF_SPAN[step_positions.innermost_phase(found, time_ns)]
+    evaluated = step_positions.is_inside(*found.evaluations, time_ns)
     evaluated |= phase == EVALUATION
     phase = np.where((phase == BETWEEN) & (step >= 0), OTHER, phase)
-    phase = np.where(is_inside(*union(*saves.times), time_ns), CHECKPOINT, phase)
+    phase = np.where(step_positions.is_inside(*union(*saves.times), time_ns), CHECKPOINT, phase)
     return np.where(evaluated, EVALUATION, phase), np.where(evaluated, -1, step)
 
 
@@ -480,7 +469,7 @@ def _share_times(rank: RankSegments, phase: Ints, step: Ints, spacing: Floats) -
     usual_ns = np.median(steps.step_ns) if len(steps.step_ns) else 0.0
     slow = np.append(steps.step_ns > SLOW_RATIO * usual_ns, False)  # the last one: in no step
     saves = rank.events.take(rank.events.kind == schema.SAVE)
-    of_save = place_in(steps.start_ns, steps.end_ns, saves.start_ns)
+    of_save = step_positions.place_in(steps.start_ns, steps.end_ns, saves.start_ns)
     saved_ns = saves.end_ns - saves.start_ns
     shared = np.zeros(len(phase))
     for is_slow in (False, True):

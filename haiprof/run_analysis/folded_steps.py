@@ -14,17 +14,8 @@ from haiprof.base.intervals import Bools, Floats, Intervals, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis.nesting import Spans, unpack
 from haiprof.run_analysis.run_files import counts, read_table, record_columns
+from haiprof.run_format import folded as stored
 from haiprof.run_format import schema
-from haiprof.run_format.folded import (
-    BLOCKS,
-    CODE_BITS,
-    EVALUATED,
-    HOST_PHASES,
-    SAVED,
-    SECTIONS,
-    FoldedFile,
-    read_folded,
-)
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.reader import RecordFile
 
@@ -35,7 +26,7 @@ _LIMIT = 1 << 61
 class FoldedSteps:
     """Times are on the clock of the rank's spans."""
 
-    file: FoldedFile
+    file: stored.FoldedFile
     step_count: int  # steps that were folded: the first one that is whole has this number
     until_ns: int  # when that one begins
     blocks: Mapping[str, np.ndarray]
@@ -78,11 +69,11 @@ class FoldedSteps:
     @property
     def evaluations(self) -> Intervals:
         """When it evaluated."""
-        return self.when(EVALUATED)
+        return self.when(stored.EVALUATED)
 
     def saves(self) -> tuple[Spans, Ints]:
         """Checkpoints that were saved, and the step of each; -1: in none."""
-        own = self.stretches["kind"] == SAVED
+        own = self.stretches["kind"] == stored.SAVED
         start, end = self.stretches["start_ns"][own], self.stretches["end_ns"][own]
         kind = np.full(len(start), schema.SAVE, dtype=np.int8)
         spans = Spans(kind=kind, tag=np.zeros_like(kind), start_ns=start, end_ns=end)
@@ -137,7 +128,7 @@ class FoldedSteps:
         columns = record_columns(self.file.sections["samples"])
         found = {name: column.astype(np.int64) for name, column in columns.items()}
         codes = found.pop("codes")
-        for name, bits in CODE_BITS.items():
+        for name, bits in stored.CODE_BITS.items():
             value = codes & ((1 << bits) - 1)
             found[name] = np.where(value == (1 << bits) - 1, -1, value) if bits > 1 else value
             codes = codes >> bits
@@ -147,14 +138,14 @@ class FoldedSteps:
 def pack_codes(columns: Mapping[str, Ints | Bools]) -> Ints:
     """The codes of samples, as they are stored."""
     packed = np.zeros(len(columns["position"]), dtype=np.int64)
-    for name, bits in reversed(CODE_BITS.items()):
+    for name, bits in reversed(stored.CODE_BITS.items()):
         packed = packed << bits | columns[name].astype(np.int64) & ((1 << bits) - 1)
     return packed
 
 
 def read_folded_steps(paths: RankPaths) -> FoldedSteps:
     """What was folded of a rank; RunFormatError where its blocks do not follow each other."""
-    file = read_folded(paths.folded)
+    file = stored.read_folded(paths.folded)
     if file is None:
         return NOTHING_FOLDED
     found = _steps_of(file)
@@ -167,10 +158,10 @@ def read_folded_steps(paths: RankPaths) -> FoldedSteps:
     return found
 
 
-def _steps_of(file: FoldedFile) -> FoldedSteps:
+def _steps_of(file: stored.FoldedFile) -> FoldedSteps:
     blocks = _whole_columns(file, "blocks")
     zeros = np.zeros(len(blocks["first_step"]), dtype=np.int64)
-    for column in BLOCKS.columns:
+    for column in stored.BLOCKS.columns:
         blocks.setdefault(column.name, zeros)
     spans = record_columns(file.sections["spans"])
     return FoldedSteps(
@@ -197,7 +188,7 @@ def optimizer_steps_before(paths: RankPaths, record: int, folded: FoldedSteps) -
     return count + int((stepped & later & before).sum()) - int((stepped & ~later & ~before).sum())
 
 
-def _whole_columns(file: FoldedFile, name: str) -> dict[str, np.ndarray]:
+def _whole_columns(file: stored.FoldedFile, name: str) -> dict[str, np.ndarray]:
     """The columns of a section; times and sums beyond all measure are damage."""
     columns: dict[str, Any] = dict(record_columns(file.sections[name]))
     for column in columns.values():
@@ -208,11 +199,11 @@ def _whole_columns(file: FoldedFile, name: str) -> dict[str, np.ndarray]:
 
 def phase_sums(folded: FoldedSteps) -> Floats:
     """[phase, block]: time of the four phases."""
-    return np.stack([folded.blocks[f"{phase}_host_ns"] for phase in HOST_PHASES])
+    return np.stack([folded.blocks[f"{phase}_host_ns"] for phase in stored.HOST_PHASES])
 
 
-_COLUMNS = {t: tuple((c.name, c.type, c.unit, c.kind) for c in t.columns) for t in SECTIONS}
-NOTHING_FOLDED = _steps_of(FoldedFile(
+_COLUMNS = {t: tuple((c.name, c.type, c.unit, c.kind) for c in t.columns) for t in stored.SECTIONS}
+NOTHING_FOLDED = _steps_of(stored.FoldedFile(
     sections={t.name: RecordFile(Path(), t.name, columns, {}, b"", ())
               for t, columns in _COLUMNS.items()},
     facts={}, stack_lines=(),

@@ -24,25 +24,11 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Bools, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis.code_samples import (
-    CodeTree,
-    SampledProcess,
-    StackTree,
-    locate,
-    read_folded_workers,
-    sampled_processes,
-)
+from haiprof.run_analysis import code_samples, ranks, step_frame
 from haiprof.run_analysis.counters import MINUTE_NS, fold_rows, read_folded_source
 from haiprof.run_analysis.folded_steps import pack_codes
 from haiprof.run_analysis.ledger import is_hidden
 from haiprof.run_analysis.nesting import take_rows
-from haiprof.run_analysis.ranks import (
-    loading_row,
-    nograd_ns,
-    pauses_sum,
-    rank_positions,
-    root_calls,
-)
 from haiprof.run_analysis.run_files import (
     NUMPY_TYPE,
     NodeFiles,
@@ -53,31 +39,11 @@ from haiprof.run_analysis.run_files import (
     record_columns,
     record_rows,
 )
-from haiprof.run_analysis.step_frame import (
-    RankSegments,
-    load_segments,
-    read_device_table,
-    slice_segments,
-    spans_of,
-)
 from haiprof.run_analysis.step_positions import StepPositions
 from haiprof.run_analysis.steps import COLLECTIVE_PHASE, PHASES, segment, trained_ns
 from haiprof.run_analysis.windows import TraceWindow, recorded_windows, traced_steps
+from haiprof.run_format import folded as stored
 from haiprof.run_format import schema
-from haiprof.run_format.folded import (
-    BLOCKS,
-    EVALUATED,
-    MET,
-    SAMPLED,
-    SAVED,
-    SLOW,
-    SPANS,
-    STRETCHES,
-    free_beginning,
-    write_folded,
-    write_folded_records,
-    write_synced,
-)
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.schema import Column, Table
 from haiprof.run_format.stack_lines import (
@@ -166,7 +132,7 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
     paths = files.paths
     if not os.path.lexists(paths.phases):
         return ""
-    rank = load_segments(files)
+    rank = step_frame.load_segments(files)
     steps = rank.found.steps
     if not rank.first_step and os.path.lexists(paths.folded):
         return "what was folded before is damaged"
@@ -188,14 +154,15 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
         return begin
     first_record, first_device_record = begin
     traced = traced_steps(rank, windows)
-    before = slice_segments(rank, None, place)
-    positions = rank_positions(rank)
+    before = step_frame.slice_segments(rank, None, place)
+    positions = ranks.rank_positions(rank)
     blocks = _blocks(rank, positions, traced, place, size)
     slow, spans, left_out = _slow_steps(before, traced[:place])
     samples, lines, stack_byte = _fold_samples(rank, positions, last_ns - kept.samples_ns)
     pauses = before.events.end_ns - before.events.start_ns
     pauses = pauses[before.events.kind == schema.GC]
-    count, total_ns, longest_ns = pauses_sum(rank)
+    count, total_ns, longest_ns = ranks.pauses_sum(rank)
+    epoch_count, epoch_ns, loading_ns = ranks.loading_row(before)
     facts = {
         "step_count": number,
         "until_ns": int(steps.start_ns[place]),
@@ -207,42 +174,44 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
         "gc_count": count + len(pauses),
         "gc_ns": total_ns + int(pauses.sum()),
         "gc_longest_ns": max(longest_ns, int(pauses.max(initial=0))),
-        "nograd_ns": nograd_ns(before),
-        **dict(zip(("epoch_count", "epoch_ns", "loading_ns"), loading_row(before), strict=True)),
-        "roots": {str(tag): calls for tag, calls in root_calls(before).items()},
+        "nograd_ns": ranks.nograd_ns(before),
+        "epoch_count": epoch_count,
+        "epoch_ns": epoch_ns,
+        "loading_ns": loading_ns,
+        "roots": {str(tag): calls for tag, calls in ranks.root_calls(before).items()},
     }
-    sections = {SAMPLED.name: _pack_records(SAMPLED, samples)}
-    for table, columns in ((BLOCKS, blocks), (SLOW, slow), (SPANS, spans),
-                           (STRETCHES, _stretches(rank, positions, place))):  # fmt: skip
+    sections = {stored.SAMPLED.name: _pack_records(stored.SAMPLED, samples)}
+    for table, columns in ((stored.BLOCKS, blocks), (stored.SLOW, slow), (stored.SPANS, spans),
+                           (stored.STRETCHES, _stretches(rank, positions, place))):  # fmt: skip
         whole = _after(record_columns(rank.folded.file.sections[table.name]), columns)
         sections[table.name] = _pack_records(table, whole)
     clock = {"mono_ns": 0, "wall_ns": rank.wall_offset_ns}
-    write_folded(
+    stored.write_folded(
         paths.folded, sections, facts=facts, stack_lines=lines, clock=clock, below=paths.run_root
     )
     phases = read_table(paths.phases, schema.PHASES, limit=0).start
-    device = read_device_table(paths.device, limit=0).start if first_device_record else 0
+    device = step_frame.read_device_table(paths.device, limit=0).start if first_device_record else 0
     for path, first, end in (  # a file system that cannot give back the room of a part keeps it
         (paths.phases, phases, first_record * schema.PHASES.record_bytes),
         (paths.device, device, first_device_record * schema.DEVICE.record_bytes),
         (paths.stacks, 0, stack_byte),
     ):
-        free_beginning(path, first=first, end=first + end, below=paths.run_root)
+        stored.free_beginning(path, first=first, end=first + end, below=paths.run_root)
     if os.path.lexists(paths.heartbeat):  # only its end is ever read
         beats = read_table(paths.heartbeat, schema.HEARTBEAT)
         old = int((record_columns(beats)["time_ns"] < last_ns - kept.counters_ns).sum())
         end = beats.start + old * schema.HEARTBEAT.record_bytes
-        free_beginning(paths.heartbeat, first=beats.start, end=end, below=paths.run_root)
+        stored.free_beginning(paths.heartbeat, first=beats.start, end=end, below=paths.run_root)
     return ""
 
 
-def _find_beginning(rank: RankSegments, place: int) -> tuple[int, int] | str:
+def _find_beginning(rank: step_frame.RankSegments, place: int) -> tuple[int, int] | str:
     """The first record and device record to keep; or why steps would differ without the others."""
     paths, steps = rank.files.paths, rank.found.steps
     first = rank.folded.fact("first_record")
     limit = rank.record_end - first
     records = read_table(paths.phases, schema.PHASES, first=first, limit=limit)
-    spans, _ = spans_of(records)
+    spans, _ = step_frame.spans_of(records)
     if len(spans.kind) != records.count:
         return "its spans are damaged"
     since = int(steps.start_ns[max(place - CONTEXT_STEPS, 0)])
@@ -256,13 +225,13 @@ def _find_beginning(rank: RankSegments, place: int) -> tuple[int, int] | str:
             return "its last steps cannot be told without those before them"
     device = 0
     if os.path.lexists(paths.device):
-        later = record_columns(read_device_table(paths.device))["end_ns"] >= since
+        later = record_columns(step_frame.read_device_table(paths.device))["end_ns"] >= since
         device = int(later.argmax()) if len(later) else 0
     return first + begin, device
 
 
 def _blocks(
-    rank: RankSegments, positions: StepPositions, traced: Bools, place: int, size: int
+    rank: step_frame.RankSegments, positions: StepPositions, traced: Bools, place: int, size: int
 ) -> Columns:
     """Sums of the steps up to a place, in blocks."""
     steps, number = rank.found.steps, rank.first_step + np.arange(place)
@@ -304,7 +273,7 @@ def _blocks(
     }
 
 
-def _slow_steps(before: RankSegments, traced: Bools) -> tuple[Columns, Columns, int]:
+def _slow_steps(before: step_frame.RankSegments, traced: Bools) -> tuple[Columns, Columns, int]:
     """The first step and slow ones, their spans, and how many more slow ones there were."""
     steps, first, found = before.found.steps, before.first_step, before.found
     count = len(steps.step_ns)
@@ -330,7 +299,7 @@ def _slow_steps(before: RankSegments, traced: Bools) -> tuple[Columns, Columns, 
     return columns, packed, before.folded.fact("slow_left_out") + left_out
 
 
-def _stretches(rank: RankSegments, positions: StepPositions, place: int) -> Columns:
+def _stretches(rank: step_frame.RankSegments, positions: StepPositions, place: int) -> Columns:
     """When it evaluated, saved and compiled; and waited for ranks before its first step."""
     until, begun = rank.found.steps.start_ns[place], rank.found.steps.start_ns
     end = np.append(positions.start_ns[1:], positions.end_ns)[: len(positions.start_ns)]
@@ -345,9 +314,9 @@ def _stretches(rank: RankSegments, positions: StepPositions, place: int) -> Colu
     first = 0 if rank.first_step else begun[0]
     met, events = rank.found.phase == COLLECTIVE_PHASE, rank.events
     for kind, some, before in (
-        (EVALUATED, rank.found.evaluations, until),
-        (SAVED, events.take(events.kind == schema.SAVE).times, until),
-        (MET, rank.found.nested.spans.take(met).times, first),
+        (stored.EVALUATED, rank.found.evaluations, until),
+        (stored.SAVED, events.take(events.kind == schema.SAVE).times, until),
+        (stored.MET, rank.found.nested.spans.take(met).times, first),
     ):
         chosen = some.starts < before
         rows.append((some.starts[chosen], some.ends[chosen], np.full(chosen.sum(), kind)))
@@ -369,8 +338,8 @@ def _after(older: Mapping[str, np.ndarray], columns: Columns) -> Columns:
 def _pack_records(table: Table, columns: Columns) -> tuple[Sequence[Column], bytes]:
     """Records of a table, without columns that hold only zeros."""
     needed = {"first_step", "step_count", "start_ns", "trained_ns", "step_ns", "longest_ns"}
-    chosen = [column for column in table.columns if table is not BLOCKS or column.name in needed
-              or np.any(columns[column.name] != 0)]  # fmt: skip
+    chosen = [c for c in table.columns if table is not stored.BLOCKS or c.name in needed
+              or np.any(columns[c.name] != 0)]  # fmt: skip
     types = [(column.name, NUMPY_TYPE[column.type]) for column in chosen]
     rows = np.zeros(len(columns[chosen[0].name]), dtype=types)
     for column in chosen:
@@ -379,7 +348,7 @@ def _pack_records(table: Table, columns: Columns) -> tuple[Sequence[Column], byt
 
 
 def _fold_samples(
-    rank: RankSegments, positions: StepPositions, until_ns: int
+    rank: step_frame.RankSegments, positions: StepPositions, until_ns: int
 ) -> tuple[Columns, list[dict[str, Any]], int]:
     """Samples before a time with places, lines that name stacks, and where the file goes on."""
     folded, known = rank.folded, [dict(line) for line in rank.folded.file.stack_lines]
@@ -390,14 +359,14 @@ def _fold_samples(
     pid = next(iter(processes), None)
     if not lines or len(processes) != 1 or pid is None:
         return dict(older), known, first
-    tree = StackTree()
-    process = SampledProcess(pid, None, ())
+    tree = code_samples.StackTree()
+    process = code_samples.SampledProcess(pid, None, ())
     for line in lines:
         if line.get("type") != HEADER:
             process.add(line, tree)
     columns, _ = process.samples(as_stored=True)
     time_ns = columns["time_ns"]
-    phase, step = locate(rank, time_ns)
+    phase, step = code_samples.locate(rank, time_ns)
     place = positions.at(time_ns)
     inside = (place >= 0) & ~np.append(positions.collecting, False)[place]
     new = {
@@ -485,7 +454,8 @@ def _defining_lines(
 
 def fold_workers(paths: RankPaths, kept: Retention) -> str:
     """Folds the old samples of a rank's workers; why they stay, or nothing."""
-    files, older = paths.worker_stack_files(), read_folded_workers(paths.old_worker_stacks)
+    files = paths.worker_stack_files()
+    older = code_samples.read_folded_workers(paths.old_worker_stacks)
     whole = [_whole_lines(p, older.get(n, (0, ()))[0], 1 << 62)[0] for n, p in files.items()]
     times = [integer(line.get("time_ns")) or 0 for lines in whole for line in lines]
     until_ns = max(times, default=0) - kept.samples_ns
@@ -499,9 +469,9 @@ def fold_workers(paths: RankPaths, kept: Retention) -> str:
         folded += _fold_worker(number, [*known, *lines], MOST_WORKER_SAMPLES // len(files))
     first = {"type": FOLDED_WORKERS, "version": STACKS_VERSION, "first_bytes": places}
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in (first, *folded))
-    write_synced(paths.old_worker_stacks, text.encode(), below=paths.run_root)
+    stored.write_synced(paths.old_worker_stacks, text.encode(), below=paths.run_root)
     for number, path in files.items():
-        free_beginning(path, first=0, end=places[str(number)], below=paths.run_root)
+        stored.free_beginning(path, first=0, end=places[str(number)], below=paths.run_root)
     return ""
 
 
@@ -509,8 +479,8 @@ def _fold_worker(
     number: int, lines: Sequence[Mapping[str, Any]], most: int
 ) -> Iterator[dict[str, Any]]:
     """Lines that stand for all samples of one worker, and begin the process that goes on."""
-    tree = StackTree()
-    processes = sampled_processes(lines, tree)
+    tree = code_samples.StackTree()
+    processes = code_samples.sampled_processes(lines, tree)
     parts = [process.samples()[0] for process in processes]
     names = parts[0] if parts else ()
     samples = {name: np.concatenate([part[name] for part in parts]) for name in names}
@@ -524,7 +494,7 @@ def _fold_worker(
 
 
 def _lines_of(
-    number: int, libraries: Sequence[str], samples: Columns, tree: CodeTree
+    number: int, libraries: Sequence[str], samples: Columns, tree: code_samples.CodeTree
 ) -> Iterator[dict[str, Any]]:
     """Header and samples of a process that stands for all of a worker."""
     used: set[int] = set()
@@ -580,7 +550,7 @@ def fold_counters(node: NodeFiles, table: Table, kept: Retention) -> str:
     folded = fold_rows(rows[:count], raw.columns, whole)
     data = (b"" if older is None else older.data) + folded.tobytes()
     header = {**raw.header, "folded": {"records": raw.first + count}}
-    write_folded_records(target, header, data, below=node.paths.run_root)
+    stored.write_folded_records(target, header, data, below=node.paths.run_root)
     end = raw.start + (raw.first + count) * raw.record_bytes
-    free_beginning(path, first=raw.start, end=end, below=node.paths.run_root)
+    stored.free_beginning(path, first=raw.start, end=end, below=node.paths.run_root)
     return ""

@@ -20,14 +20,7 @@ from haiprof.base.units import rate_text, ratio_text, visible
 from haiprof.run_analysis.collectives import FlightVerdict, judge_dumps
 from haiprof.run_analysis.run_files import RunFiles, integer, mapping, note_damage, text
 from haiprof.run_format.entities import plain_uuid
-from haiprof.trace_format.nccl_files import (
-    COLLECTIVE_SCHEMA,
-    LIMIT_BYTES,
-    WAIT_SCHEMA,
-    WAITS,
-    NcclFile,
-    read_nccl_file,
-)
+from haiprof.trace_format import nccl_files
 
 _ALL_BYTES = 64 << 20  # of all files together, where they are many
 _LEAST_BYTES = 64 << 10
@@ -45,7 +38,7 @@ _WAIT_WORDS = {
 }  # fmt: skip
 RANK_SCHEMA = {
     "rank": pl.Int64,  # of the job; null where its process is none of the run's
-    **COLLECTIVE_SCHEMA,
+    **nccl_files.COLLECTIVE_SCHEMA,
     "bus_ratio": pl.Float64,  # to the median of the others with the same kind and message
     "since_ns": pl.Int64,  # from the last one until the run's end, or until it was read
 }
@@ -88,7 +81,7 @@ class NcclReport:
         groups = self.collectives.partition_by(_GROUP, maintain_order=True)
         for part in sorted(groups, key=lambda p: -int(p["record_count"].sum()))[:_SAID]:
             yield _group_text(part, self.interval_ns)
-        total = {name: float(self.waits[name].sum()) for name in WAITS}
+        total = {name: float(self.waits[name].sum()) for name in nccl_files.WAITS}
         if whole := sum(total.values()):
             parts = [f"{ratio_text(ns / whole)} {_WAIT_WORDS[name]}" for name, ns in total.items()]
             yield f"steps of NCCL's network proxy waited {', '.join(parts)}"
@@ -124,7 +117,7 @@ def _name(row: pl.DataFrame) -> str:
     return f"rank {rank}" if rank is not None else f"rank {member} of the communicator"
 
 
-def nccl_report(files: RunFiles, *, limit_bytes: int = LIMIT_BYTES) -> NcclReport:
+def nccl_report(files: RunFiles, *, limit_bytes: int = nccl_files.LIMIT_BYTES) -> NcclReport:
     """What the processes of a run wrote, each rank's last attempt."""
     paths, notes = files_of_run(files)
     until_ns = (files.manifest.end_wall_ns if files.manifest else None) or time.time_ns()
@@ -145,7 +138,7 @@ def nccl_report(files: RunFiles, *, limit_bytes: int = LIMIT_BYTES) -> NcclRepor
 def nccl_folder_report(paths: Sequence[Path]) -> NcclReport:
     """What files, or folders of them, say without a run: ranks are those of the communicators."""
     inside = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
-    report = _report(inside, lambda _: None, time.time_ns(), LIMIT_BYTES)
+    report = _report(inside, lambda _: None, time.time_ns(), nccl_files.LIMIT_BYTES)
     if report.known is None:
         nothing = f"{next(iter(paths), Path())}: nothing is in it"
         raise MissingDataError(next(iter(report.notes), nothing))
@@ -262,16 +255,16 @@ def _known_processes(files: RunFiles) -> _RankOf:
 def _report(paths: Sequence[Path], rank_of: _RankOf, until_ns: int, limit_bytes: int) -> NcclReport:
     """The readable files together."""
     limit = max(min(limit_bytes, _ALL_BYTES // max(len(paths), 1)), _LEAST_BYTES)
-    read, problems = list[NcclFile](), list[str]()
+    read, problems = list[nccl_files.NcclFile](), list[str]()
     for path in paths:
         with note_damage(problems):
-            read.append(read_nccl_file(path, limit_bytes=limit))
-    collectives = _with_rank(COLLECTIVE_SCHEMA, (r.collectives for r in read), rank_of)
+            read.append(nccl_files.read_nccl_file(path, limit_bytes=limit))
+    collectives = _with_rank(nccl_files.COLLECTIVE_SCHEMA, (r.collectives for r in read), rank_of)
     return NcclReport(
         collectives=collectives.with_columns(
             since_ns=(pl.lit(until_ns) - pl.col("last_ns")).clip(0)  # clocks of nodes differ
         ),
-        waits=_with_rank(WAIT_SCHEMA, (r.waits for r in read), rank_of),
+        waits=_with_rank(nccl_files.WAIT_SCHEMA, (r.waits for r in read), rank_of),
         cut_count=sum(each.is_cut for each in read),
         interval_ns=0,
         notes=(*problems, *(note for each in read for note in each.notes)),

@@ -14,16 +14,9 @@ import numpy.typing as npt
 
 from haiprof.base.errors import RunFormatError, TraceFormatError
 from haiprof.base.units import duration_text
+from haiprof.run_format import reader
 from haiprof.run_format.layout import NodePaths, RankPaths, RunPaths
 from haiprof.run_format.manifest import Manifest, newest_run, read_manifest
-from haiprof.run_format.reader import (
-    RecordFile,
-    check_version,
-    read_failures,
-    read_json,
-    read_lines,
-    read_records,
-)
 from haiprof.run_format.schema import Table
 
 NUMPY_TYPE = {"i64": "<i8", "f64": "<f8", "f32": "<f4", "u32": "<u4"}
@@ -31,13 +24,13 @@ _I64_LIMIT = 1 << 63
 T = TypeVar("T")
 
 
-def record_rows(records: RecordFile) -> npt.NDArray[Any]:
+def record_rows(records: reader.RecordFile) -> npt.NDArray[Any]:
     """The records as they are, without a copy."""
     row = np.dtype([(name, NUMPY_TYPE[kind]) for name, kind, _, _ in records.columns])
     return np.frombuffer(records.data, dtype=row)
 
 
-def record_columns(records: RecordFile) -> dict[str, npt.NDArray[Any]]:
+def record_columns(records: reader.RecordFile) -> dict[str, npt.NDArray[Any]]:
     """The records as one strided array per column, without a copy."""
     table = record_rows(records)
     return {name: table[name] for name, _, _, _ in records.columns}
@@ -46,9 +39,9 @@ def record_columns(records: RecordFile) -> dict[str, npt.NDArray[Any]]:
 def read_table(
     path: Path, table: Table, *, first: int = 0, limit: int | None = None,
     optional: Collection[str] = (),
-) -> RecordFile:  # fmt: skip
+) -> reader.RecordFile:  # fmt: skip
     """Reads a record file that must hold the columns of one table, but for optional ones."""
-    records = read_records(path, first=first, limit=limit)
+    records = reader.read_records(path, first=first, limit=limit)
     have = {(name, kind) for name, kind, _, _ in records.columns}
     lacking = [c.name for c in table.columns
                if (c.name, c.type) not in have and c.name not in optional]  # fmt: skip
@@ -62,7 +55,7 @@ def read_table(
 
 def read_counters(
     path: Path, table: Table, *, first: int = 0, limit: int | None = None
-) -> RecordFile:
+) -> reader.RecordFile:
     """Reads a record file of counters: those that its haiprof did not have yet are not in it."""
     optional = [column.name for column in table.metrics]
     return read_table(path, table, first=first, limit=limit, optional=optional)
@@ -139,7 +132,7 @@ def read_of_processes(
     """Host, process and content of what processes wrote of themselves; damaged files left out."""
     for path in paths:
         try:
-            content = {} if path.stat().st_size > limit_bytes else read_json(path)
+            content = {} if path.stat().st_size > limit_bytes else reader.read_json(path)
         except (OSError, RunFormatError):
             continue
         host, pid = text(content.get("host")), integer(content.get("pid"))
@@ -266,22 +259,22 @@ def open_run(path: Path, *, hosts: Collection[str] | None = None) -> RunFiles:
         manifest=manifest,
         ranks=ranks,
         nodes=tuple(nodes),
-        hook_failures=tuple(read_failures(paths.boot_failures)),
+        hook_failures=tuple(reader.read_failures(paths.boot_failures)),
         notes=notes,
     )
 
 
 def _report(paths: RankPaths) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    return _or_note(read_json, paths.report, dict[str, Any]())
+    return _or_note(reader.read_json, paths.report, dict[str, Any]())
 
 
 def _manifest(paths: RunPaths) -> tuple[Manifest | None, tuple[str, ...]]:
-    content, damaged = _or_note(read_json, paths.manifest, dict[str, Any]())
+    content, damaged = _or_note(reader.read_json, paths.manifest, dict[str, Any]())
     if damaged:
         return None, damaged
     version = content.get("version")
     if type(version) is int:
-        check_version(paths.manifest, version)
+        reader.check_version(paths.manifest, version)
     try:
         return read_manifest(paths), ()
     except RunFormatError as error:
@@ -303,7 +296,7 @@ def _rank_files(rank: int, attempt: int, paths: RankPaths) -> RankFiles:
 
 def _events(path: Path) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
     none: tuple[list[dict[str, Any]], tuple[str, ...]] = [], ()
-    (lines, notes), unread = _or_note(read_lines, path, none)
+    (lines, notes), unread = _or_note(reader.read_lines, path, none)
     return tuple(lines), (*notes, *unread)
 
 

@@ -17,12 +17,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis.before_death import (
-    GpuMemoryAtEnd,
-    MemoryAtEnd,
-    gpu_memory_at_end,
-    memory_at_end,
-)
+from haiprof.run_analysis import before_death, counter_summaries
 from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
 from haiprof.run_analysis.collectives import (
     Arrivals,
@@ -33,12 +28,6 @@ from haiprof.run_analysis.collectives import (
     tail_ratio,
 )
 from haiprof.run_analysis.counter_sources import burst_frame
-from haiprof.run_analysis.counter_summaries import (
-    CounterDigest,
-    host_windows,
-    read_digest,
-    training_spans,
-)
 from haiprof.run_analysis.counters import (
     ALWAYS,
     OwnerSeries,
@@ -259,11 +248,11 @@ class RunFrames:
 
         return read
 
-    def counter_digest(self, judged: pl.DataFrame) -> CounterDigest:
+    def counter_digest(self, judged: pl.DataFrame) -> counter_summaries.CounterDigest:
         """The counters in short, of the time of these steps."""
-        spans = training_spans(part for _, part in by_attempt(judged))
-        windows = host_windows(spans, self.ranks())
-        return read_digest(self.files, windows, between=self.between)
+        spans = counter_summaries.training_spans(part for _, part in by_attempt(judged))
+        windows = counter_summaries.host_windows(spans, self.ranks())
+        return counter_summaries.read_digest(self.files, windows, between=self.between)
 
     def bursts(self) -> pl.DataFrame:
         """GPU metrics of `--burst`, in the columns of `counters()`; see `counter_sources`."""
@@ -307,13 +296,15 @@ class RunFrames:
         """Why the job died, and each earlier start of its ranks; see `run_analysis.deaths`."""
         return [] if self.between is not None else find_deaths(self._evidence)
 
-    def memory_at_end(self) -> tuple[MemoryAtEnd, ...]:
+    def memory_at_end(self) -> tuple[before_death.MemoryAtEnd, ...]:
         """Memory of the ranks that the job's death began with."""
-        return memory_at_end(self.files, self._last_death(), self._evidence.ends, self.steps)
+        return before_death.memory_at_end(
+            self.files, self._last_death(), self._evidence.ends, self.steps
+        )
 
-    def gpu_memory_at_end(self) -> tuple[GpuMemoryAtEnd, ...]:
+    def gpu_memory_at_end(self) -> tuple[before_death.GpuMemoryAtEnd, ...]:
         """GPU memory of the same ranks, where it ran out."""
-        return gpu_memory_at_end(self.files, self._last_death(), self._evidence.ends)
+        return before_death.gpu_memory_at_end(self.files, self._last_death(), self._evidence.ends)
 
     def _last_death(self) -> Death | None:
         return next((death for death in self.deaths() if death.final), None)

@@ -16,12 +16,7 @@ import polars as pl
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Bools, Floats, Intervals, Ints
-from haiprof.run_analysis.folded_steps import (
-    NOTHING_FOLDED,
-    FoldedSteps,
-    phase_sums,
-    read_folded_steps,
-)
+from haiprof.run_analysis import folded_steps
 from haiprof.run_analysis.nesting import Codes, Nested, Spans, kind_table, take_rows, unpack
 from haiprof.run_analysis.run_files import RankFiles, read_table, record_columns
 from haiprof.run_analysis.step_positions import is_inside, place_in
@@ -123,7 +118,7 @@ class RankSegments:
     files: RankFiles
     record_count: int  # records that its spans were read from
     record_end: int  # place in the file after the last of them
-    folded: FoldedSteps
+    folded: folded_steps.FoldedSteps
     """Its old steps, of which sums are left. `found` has the others, and counts them from 0."""
     found: Segmentation
     events: Spans  # garbage collector pauses and checkpoint saves
@@ -152,9 +147,9 @@ def load_segments(files: RankFiles, *, end: int | None = None) -> RankSegments:
 
 def _load_whole(files: RankFiles, end: int | None) -> RankSegments:
     """The steps that are whole: what comes before them was only kept to tell where they begin."""
-    folded, notes = NOTHING_FOLDED, tuple[str, ...]()
+    folded, notes = folded_steps.NOTHING_FOLDED, tuple[str, ...]()
     try:
-        folded = read_folded_steps(files.paths)
+        folded = folded_steps.read_folded_steps(files.paths)
     except RunFormatError as error:
         notes = (f"{error}: the steps before are missing",)
     first = folded.fact("first_record")
@@ -187,7 +182,7 @@ def _load_whole(files: RankFiles, end: int | None) -> RankSegments:
     begun = found.steps.start_ns
     place = int(np.searchsorted(begun, folded.until_ns))
     rank = slice_segments(rank, place, None)
-    rank = replace(rank, seen=rank.seen | (phase_sums(folded).sum(axis=1) > 0))
+    rank = replace(rank, seen=rank.seen | (folded_steps.phase_sums(folded).sum(axis=1) > 0))
     if place == len(begun) or begun[place] != folded.until_ns:
         why = f"{files.paths.folded}: its end is not where a step begins: some time is missing"
         rank = replace(rank, notes=(*rank.notes, why))
@@ -239,7 +234,7 @@ def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
     inside = np.flatnonzero((steps.start_ns >= first) & (steps.end_ns <= last))
     begin, end = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
     cut = slice_segments(rank, begin, end)
-    return replace(cut, folded=NOTHING_FOLDED, seen=_phases_seen(cut.found))
+    return replace(cut, folded=folded_steps.NOTHING_FOLDED, seen=_phases_seen(cut.found))
 
 
 def read_device_table(path: Path, *, first: int = 0, limit: int | None = None) -> RecordFile:

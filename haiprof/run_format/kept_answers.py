@@ -11,14 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from haiprof.base import safe_files
 from haiprof.base.options import ENV_PEAK
-from haiprof.base.safe_files import (
-    list_folder,
-    make_folder,
-    open_to_read,
-    remove_file,
-    whole_file,
-)
 from haiprof.base.version import PACKAGE, __version__
 from haiprof.run_format.layout import RunPaths
 
@@ -57,7 +51,9 @@ def read_answer(run: RunPaths, name: str, *, valid_for: str) -> dict[str, Any] |
     are this user's own, and nobody else may write to the file or those folders.
     """
     try:
-        with open(open_to_read(run.answer(name), below=run.root, own=True), "rb") as file:
+        with open(
+            safe_files.open_to_read(run.answer(name), below=run.root, own=True), "rb"
+        ) as file:
             text = file.read(_LIMIT_BYTES + 1)
         content = json.loads(text) if len(text) <= _LIMIT_BYTES else None
     except (OSError, ValueError, RecursionError):
@@ -74,16 +70,16 @@ def keep_answer(run: RunPaths, name: str, content: Mapping[str, Any], *, valid_f
     if len(text) > _LIMIT_BYTES:
         return
     with contextlib.suppress(OSError):
-        make_folder(run.answers, below=run.root, own=True)
+        safe_files.make_folder(run.answers, below=run.root, own=True)
         _make_room(run)
-        with whole_file(run.answer(name), below=run.root, own=True) as file:
+        with safe_files.whole_file(run.answer(name), below=run.root, own=True) as file:
             file.write(text)
 
 
 def _make_room(run: RunPaths) -> None:
-    names = list_folder(run.answers, below=run.root)
+    names = safe_files.list_folder(run.answers, below=run.root)
     for name in names if len(names) >= _FILE_LIMIT else ():
-        remove_file(run.answers / name, below=run.root)
+        safe_files.remove_file(run.answers / name, below=run.root)
 
 
 def _add_entries(

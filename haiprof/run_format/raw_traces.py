@@ -13,14 +13,7 @@ from typing import Any
 
 from haiprof.base.errors import RunFormatError, convert_os_errors
 from haiprof.base.options import safe_name
-from haiprof.run_format.layout import (
-    ET_RAW_SUFFIX,
-    ET_SUFFIX,
-    RAW_SUFFIX,
-    SIDECAR_SUFFIX,
-    TRACE_SUFFIX,
-    RunPaths,
-)
+from haiprof.run_format import layout
 from haiprof.run_format.manifest import has_ended
 from haiprof.run_format.reader import read_json
 
@@ -51,33 +44,33 @@ class Stem:
 class Part:
     """One rank's window: its raw files in `traces/.parts`, and the finished ones."""
 
-    run: RunPaths
+    run: layout.RunPaths
     stem: Stem
 
     @property
     def sidecar(self) -> Path:
         """The rank's description of the window; written last."""
-        return self.run.trace_parts / f"{self.stem.text}{SIDECAR_SUFFIX}"
+        return self.run.trace_parts / f"{self.stem.text}{layout.SIDECAR_SUFFIX}"
 
     @property
     def raw(self) -> Path:
         """The trace, as Kineto wrote it."""
-        return self.run.trace_parts / f"{self.stem.text}{RAW_SUFFIX}"
+        return self.run.trace_parts / f"{self.stem.text}{layout.RAW_SUFFIX}"
 
     @property
     def et_raw(self) -> Path:
         """The execution trace of the same window."""
-        return self.run.trace_parts / f"{self.stem.text}{ET_RAW_SUFFIX}"
+        return self.run.trace_parts / f"{self.stem.text}{layout.ET_RAW_SUFFIX}"
 
     @property
     def trace(self) -> Path:
         """The trace, finished."""
-        return self.run.traces / f"{self.stem.text}{TRACE_SUFFIX}"
+        return self.run.traces / f"{self.stem.text}{layout.TRACE_SUFFIX}"
 
     @property
     def et(self) -> Path:
         """The execution trace, finished."""
-        return self.run.traces / f"{self.stem.text}{ET_SUFFIX}"
+        return self.run.traces / f"{self.stem.text}{layout.ET_SUFFIX}"
 
     def sidecar_content(self) -> Mapping[str, Any]:
         """The sidecar."""
@@ -107,19 +100,19 @@ def parse_stem(name: str) -> Stem | None:
     )
 
 
-def complete_parts(run: RunPaths, host: str | None = None) -> list[Part]:
+def complete_parts(run: layout.RunPaths, host: str | None = None) -> list[Part]:
     """Windows whose sidecar is there, by name."""
     found = []
     for name in list_names(run.trace_parts):
         stem = parse_stem(name)
-        if stem is None or name != f"{stem.text}{SIDECAR_SUFFIX}":
+        if stem is None or name != f"{stem.text}{layout.SIDECAR_SUFFIX}":
             continue
         if host is None or stem.is_of(host):
             found.append(Part(run, stem))
     return found
 
 
-def readable_parts(run: RunPaths) -> list[Part]:
+def readable_parts(run: layout.RunPaths) -> list[Part]:
     """Complete windows that will not be finished any more, so that their raw traces are read.
 
     They are of a run that has ended, or older than ten minutes.
