@@ -309,7 +309,7 @@ def test_a_crash_before_room_is_given_back_loses_and_doubles_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("haiprof.run_analysis.folding.free_beginning", crash)
+        patch.setattr("haiprof.run_format.folded.free_beginning", crash)
         with pytest.raises(KeyboardInterrupt):
             fold_node(other, "node0", KEPT)
     assert other.rank(0).folded.exists()
@@ -352,7 +352,7 @@ def test_a_file_system_without_holes_keeps_the_records(
 ) -> None:
     whole = write_job(tmp_path / "whole", 10)
     expected = totals(own_ledger(whole))
-    monkeypatch.setattr("haiprof.run_analysis.folding.free_beginning", lambda *_, **__: False)
+    monkeypatch.setattr("haiprof.run_format.folded.free_beginning", lambda *_, **__: False)
     assert fold_node(whole, "node0", KEPT) == []
     assert totals(own_ledger(whole)) == expected
 
