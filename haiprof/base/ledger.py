@@ -27,25 +27,17 @@ GROWING = "growing"  # when an account is paid that takes longer the longer the 
 EACH_STEP, NOT_KNOWN = "each step", "not known"
 """And where nothing tells it from steps that the machine made long, or nobody asked."""
 _DOES = {
-    "operators": "torch operators",
-    "python": "Python",
-    "wait: lock": "waiting for a lock or another thread",
-    "wait: file": "waiting for a file",
-    "wait: socket": "waiting for a network peer",
-    "wait: pipe": "waiting for another process",
-    "wait: process": "waiting for another process",
-    "wait: sleep": "sleeping",
-    "wait: device": "waiting for the device",
-    "wait: other": "waiting",
-    "wait: loader": "waiting for batches",
-    "wait: peer": "waiting for other ranks",
+    "operators": "torch operators", "python": "Python",
+    "wait: lock": "waiting for a lock or another thread", "wait: file": "waiting for a file",
+    "wait: socket": "waiting for a network peer", "wait: pipe": "waiting for another process",
+    "wait: process": "waiting for another process", "wait: sleep": "sleeping",
+    "wait: device": "waiting for the device", "wait: other": "waiting",
+    "wait: loader": "waiting for batches", "wait: peer": "waiting for other ranks",
     "wait: link": "exchanging data between ranks",
     "wait: interpreter lock": "waiting for the interpreter lock",
-    "no core": "waiting for a CPU core",
-    "page faults": "page faults",
-    "garbage collection": "garbage collection",
-    "unknown": "time that was not sampled",
-}
+    "no core": "waiting for a CPU core", "page faults": "page faults",
+    "garbage collection": "garbage collection", "unknown": "time that was not sampled",
+}  # fmt: skip
 """Activities in words; native code is that of a package."""
 TORCH_CALL = re.compile(
     r"\b(?:torch|torchvision|torchaudio|F|TF|nn)\.|"

@@ -38,14 +38,9 @@ _OTHERS_ENTER, _OTHERS_READ = 0o055, 0o044
 
 @contextlib.contextmanager
 def open_folder(
-    path: Path,
-    *,
-    below: Path,
-    make: bool = False,
-    mode: int | None = None,
-    own: bool = False,
+    path: Path, *, below: Path, make: bool = False, mode: int | None = None, own: bool = False,
     trusted: bool = False,
-) -> Iterator[int]:
+) -> Iterator[int]:  # fmt: skip
     """A folder as a descriptor."""
     fd = os.open(below, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -66,14 +61,9 @@ def open_folder(
 
 
 def make_folder(
-    path: Path,
-    *,
-    below: Path,
-    mode: int | None = None,
-    new: bool = False,
-    own: bool = False,
+    path: Path, *, below: Path, mode: int | None = None, new: bool = False, own: bool = False,
     trusted: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Makes a folder, and those between `below` and it."""
     upper = path.parent if new else path
     with open_folder(upper, below=below, make=True, mode=mode, own=own, trusted=trusted) as folder:
@@ -325,11 +315,9 @@ class MadeFolder:
         return self.path
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
+        self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.remove()
 
 

@@ -54,12 +54,9 @@ def parse_switch(text: str) -> bool:
 
 
 def declare(
-    spelling: str,
-    default: T,
-    help: str,
-    parse: Callable[[str], object] | None = None,
+    spelling: str, default: T, help: str, parse: Callable[[str], object] | None = None,
     env: str = "",
-) -> T:
+) -> T:  # fmt: skip
     """A field of the options and how users write it: `time SECONDS`, or `trace` for a switch.
 
     `{default}` in the help stands for the default; its type parses the text, unless told.
@@ -162,20 +159,14 @@ class TraceOptions:
         window_s = 0.0 if in_steps else time_s
         length = None if window_s else self._length()
         return {
-            "steps": None if self.steps is None else list(self.steps),
-            "count": self._length(),
-            "time_s": window_s,
-            "warmup_s": warmup_s,
-            **{name: getattr(self, f"trace_{name}") for name in _WHAT},
-            "lines": self.explain,
-            "execution_trace": self.execution_trace,
-            "repeat": self.repeat,
+            "steps": None if self.steps is None else list(self.steps), "count": self._length(),
+            "time_s": window_s, "warmup_s": warmup_s,
+            **{name: getattr(self, f"trace_{name}") for name in _WHAT}, "lines": self.explain,
+            "execution_trace": self.execution_trace, "repeat": self.repeat,
             "repeat_every": self.repeat_every or (length and SPACING * length),
-            "keep_slow": self.keep_slow,
-            "slow_ratio": self.slow_ratio,
-            "slow_cost": self.slow_cost,
+            "keep_slow": self.keep_slow, "slow_ratio": self.slow_ratio, "slow_cost": self.slow_cost,
             "limit_bytes": round(self.trace_limit_mb * _BYTES_PER_MB),
-        }
+        }  # fmt: skip
 
     def trace_words(self, *, time_s: float) -> str:
         """Which steps are traced, for people."""
@@ -198,10 +189,8 @@ class TraceOptions:
     def trace_checks(self, time_s: float, warmup_s: float, *, phases: bool) -> list[Check]:
         """What must hold of the values."""
         length, every, by_time = (
-            self._length(),
-            self.repeat_every,
-            time_s and not self._says_steps(),
-        )
+            self._length(), self.repeat_every, time_s and not self._says_steps(),
+        )  # fmt: skip
         how = {"repeat": self.repeat != 1, "repeat-every": every is not None}
         given_steps = self.trace_steps is not None
         which = {"--time": time_s, "--warmup": warmup_s, "--trace-steps": given_steps}

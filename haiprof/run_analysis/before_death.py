@@ -90,11 +90,9 @@ class MemoryAtEnd:
 
 
 def memory_at_end(
-    files: RunFiles,
-    death: Death | None,
-    ends: Sequence[ProcessEnd],
+    files: RunFiles, death: Death | None, ends: Sequence[ProcessEnd],
     steps: Callable[[], pl.DataFrame],
-) -> tuple[MemoryAtEnd, ...]:
+) -> tuple[MemoryAtEnd, ...]:  # fmt: skip
     """Memory of the ranks that a death began with, where memory may be its reason."""
     if death is None or death.cause not in CAUSES or death.died_ns is None:
         return ()
@@ -124,8 +122,7 @@ def _of_rank(
         return round(series[-1][1]) if series else None
 
     return MemoryAtEnd(
-        rank=rank,
-        rss_bytes=last(rss),
+        rank=rank, rss_bytes=last(rss),
         sampled_before_ns=max(0, died_ns - rss[-1][0]) if rss else None,
         most_rss_bytes=None if most is None else round(most),
         most_before_ns=None if most_at is None else max(0, died_ns - most_at),
@@ -135,9 +132,8 @@ def _of_rank(
         limit_bytes=last(_series(node, "memory_limit_bytes")) if limit is None else limit,
         address_limit_bytes=end.address_limit_bytes,
         available_bytes=last(_series(node, "memory_available_bytes")),
-        shm_used_bytes=integer(shm.get("used_bytes")),
-        shm_bytes=integer(shm.get("total_bytes")),
-    )
+        shm_used_bytes=integer(shm.get("used_bytes")), shm_bytes=integer(shm.get("total_bytes")),
+    )  # fmt: skip
 
 
 def _series(frame: pl.DataFrame, metric: str) -> list[tuple[int, float]]:

@@ -145,11 +145,9 @@ class StackTree:
     def whole(self) -> CodeTree:
         """All of it."""
         return CodeTree(
-            frames=list(self._frames),
-            library=np.array(self._library, dtype=np.bool_),
-            parent=np.array(self._parent),
-            place=np.array(self._place),
-        )
+            frames=list(self._frames), library=np.array(self._library, dtype=np.bool_),
+            parent=np.array(self._parent), place=np.array(self._place),
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -187,11 +185,9 @@ class SampledProcess:
         if begin is None or not 0 <= begin < _TIME_LIMIT_NS or len(offset) != count:
             return
         self._parts.append((
-            begin + offset * _NS_PER_US,
-            stack,
+            begin + offset * _NS_PER_US, stack,
             _letters(line.get("lock_wait"), stack_lines.LOCK_STATES, count),
-            _times_ns(line.get("run_us"), count),
-            _times_ns(line.get("queue_us"), count),
+            _times_ns(line.get("run_us"), count), _times_ns(line.get("queue_us"), count),
             _letters(line.get("wait"), stack_lines.WAIT_LETTERS, count),
             _times_ns(line.get("weight_us"), count),
         ))  # fmt: skip

@@ -180,12 +180,9 @@ def _arrivals(part: pl.DataFrame) -> Arrivals | None:
         return None
     table = whole["created_ns"].to_numpy().reshape(len(ranks), -1)
     return Arrivals(
-        group=part["group"][0],
-        group_name=part["group_name"][0],
-        ranks=ranks,
-        kinds=tuple(whole["kind"].head(table.shape[1]).to_list()),
-        created_ns=table,
-    )
+        group=part["group"][0], group_name=part["group_name"][0], ranks=ranks,
+        kinds=tuple(whole["kind"].head(table.shape[1]).to_list()), created_ns=table,
+    )  # fmt: skip
 
 
 def lateness(groups: Sequence[Arrivals], steps: pl.DataFrame) -> pl.DataFrame:
@@ -366,11 +363,9 @@ def _judge(
     columns = ["group_name", "rank", "kind", "sequence", "state", "element_count", "dtype",
                "created_ns", "line"]  # fmt: skip
     return FlightVerdict(
-        findings=tuple(text for text, _ in found),
-        ranks=found[0][1] if found else (),
-        last=last.sort("group", "rank").select(columns),
-        notes=tuple(notes),
-    )
+        findings=tuple(text for text, _ in found), ranks=found[0][1] if found else (),
+        last=last.sort("group", "rank").select(columns), notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _judge_last(

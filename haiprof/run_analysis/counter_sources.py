@@ -79,38 +79,21 @@ def _of_source(samples: SourceSamples) -> Iterator[RawSeries]:
             back = np.append(False, counted[1:] < counted[:-1])
             since = np.maximum.accumulate(np.where(back, np.arange(len(counted)), 0))
             yield RawSeries(
-                host=samples.host,
-                source=table.name,
-                keys=table.keys,
-                key=samples.keys[owner],
-                entity=samples.known[owner],
-                rank=samples.ranks[owner],
-                column=column,
-                time_ns=time_ns,
-                values=counted,
-                start_ns=time_ns[since],
-            )
+                host=samples.host, source=table.name, keys=table.keys, key=samples.keys[owner],
+                entity=samples.known[owner], rank=samples.ranks[owner], column=column,
+                time_ns=time_ns, values=counted, start_ns=time_ns[since],
+            )  # fmt: skip
 
 
 SENT, RECEIVED = "sent", "received"
 NVLINK, PCIE, NETWORK = "NVLink", "PCIe", "network"
 
 LINKS_SCHEMA: dict[str, type[pl.DataType]] = {
-    "host": pl.String,
-    "source": pl.String,
-    "entity": pl.String,
-    "rank": pl.Int64,
-    "gpu": pl.Int64,
-    "link": pl.String,
-    "direction": pl.String,
-    "sample_count": pl.Int64,
-    "mean_bytes_per_s": pl.Float64,
-    "max_bytes_per_s": pl.Float64,
-    "peak_bytes_per_s": pl.Float64,
-    "mean_ratio": pl.Float64,
-    "max_ratio": pl.Float64,
-    "missing": pl.String,
-}
+    "host": pl.String, "source": pl.String, "entity": pl.String, "rank": pl.Int64, "gpu": pl.Int64,
+    "link": pl.String, "direction": pl.String, "sample_count": pl.Int64,
+    "mean_bytes_per_s": pl.Float64, "max_bytes_per_s": pl.Float64, "peak_bytes_per_s": pl.Float64,
+    "mean_ratio": pl.Float64, "max_ratio": pl.Float64, "missing": pl.String,
+}  # fmt: skip
 _KEYS = ("host", "source", "entity", "rank", "gpu")
 _LINKS = {"nvlink_": NVLINK, "pcie_": PCIE, "": NETWORK, "network_": NETWORK}
 _DIRECTIONS = {"transmit": SENT, "receive": RECEIVED}
@@ -175,8 +158,7 @@ def _by_direction(samples: pl.DataFrame, suffix: str) -> pl.DataFrame:
     known = samples.drop_nulls("value").join(links, on="metric", maintain_order="left")
     value = pl.col("value")
     return known.group_by(*_KEYS, "link", "direction").agg(
-        pl.len().cast(pl.Int64).alias("sample_count"),
-        value.mean().alias(f"mean_{suffix}"),
+        pl.len().cast(pl.Int64).alias("sample_count"), value.mean().alias(f"mean_{suffix}"),
         value.max().alias(f"max_{suffix}"),
     )  # fmt: skip
 
@@ -188,23 +170,14 @@ _GPU_MASK = 0xFF
 _EVERY_RATIO = " [Throughput %]"  # newer versions say so, older ones give the bare name
 
 METRICS = {
-    "SMs Active": "sm_active_ratio",
-    "SM Active": "sm_active_ratio",
-    "SM Issue": "sm_issue_ratio",
-    "Tensor Active": "tensor_active_ratio",
-    "Compute Warps in Flight": "sm_occupancy_ratio",
-    "GR Active": "engine_active_ratio",
-    "DRAM Read Bandwidth": "dram_read_ratio",
-    "DRAM Read Throughput": "dram_read_ratio",
-    "VRAM Read Bandwidth": "dram_read_ratio",
-    "DRAM Write Bandwidth": "dram_write_ratio",
-    "DRAM Write Throughput": "dram_write_ratio",
-    "VRAM Write Bandwidth": "dram_write_ratio",
-    "PCIe RX Throughput": "pcie_receive_ratio",
-    "PCIe Read Throughput": "pcie_receive_ratio",
-    "PCIe TX Throughput": "pcie_transmit_ratio",
-    "PCIe Write Throughput": "pcie_transmit_ratio",
-    "NVLink bytes received": "nvlink_receive_ratio",
+    "SMs Active": "sm_active_ratio", "SM Active": "sm_active_ratio", "SM Issue": "sm_issue_ratio",
+    "Tensor Active": "tensor_active_ratio", "Compute Warps in Flight": "sm_occupancy_ratio",
+    "GR Active": "engine_active_ratio", "DRAM Read Bandwidth": "dram_read_ratio",
+    "DRAM Read Throughput": "dram_read_ratio", "VRAM Read Bandwidth": "dram_read_ratio",
+    "DRAM Write Bandwidth": "dram_write_ratio", "DRAM Write Throughput": "dram_write_ratio",
+    "VRAM Write Bandwidth": "dram_write_ratio", "PCIe RX Throughput": "pcie_receive_ratio",
+    "PCIe Read Throughput": "pcie_receive_ratio", "PCIe TX Throughput": "pcie_transmit_ratio",
+    "PCIe Write Throughput": "pcie_transmit_ratio", "NVLink bytes received": "nvlink_receive_ratio",
     "NVLink RX Throughput": "nvlink_receive_ratio",
     "NVLink bytes transmitted": "nvlink_transmit_ratio",
     "NVLink TX Throughput": "nvlink_transmit_ratio",
@@ -216,7 +189,7 @@ METRICS = {
     "NVLink TX Requests Protocol Data": "nvlink_transmit_request_protocol_ratio",
     "NVLink TX Responses User Data": "nvlink_transmit_response_data_ratio",
     "NVLink TX Responses Protocol Data": "nvlink_transmit_response_protocol_ratio",
-}
+}  # fmt: skip
 """By Nsight Systems' name. Clocks and counts are left out: they are no ratios."""
 
 _SAMPLE = np.dtype([("time", "<i8"), ("type", "<i8"), ("metric", "<i8"), ("value", "<f8")])

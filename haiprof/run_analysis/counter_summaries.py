@@ -110,11 +110,9 @@ def read_digest(
         if not is_any_inside:
             _add_stats(whole, found, (first, last))
     return CounterDigest(
-        span=(min(ends), max(ends)) if ends else None,
-        present=present,
-        stats=inside if is_any_inside else whole,
-        windows=by_host if is_any_inside else None,
-    )
+        span=(min(ends), max(ends)) if ends else None, present=present,
+        stats=inside if is_any_inside else whole, windows=by_host if is_any_inside else None,
+    )  # fmt: skip
 
 
 def _whole(windows: Mapping[str, tuple[int, int]]) -> tuple[int, int]:

@@ -115,13 +115,9 @@ class SourceSamples:
 
 
 def counter_frame(
-    run: RunFiles,
-    *,
-    between: tuple[int, int] | None = None,
-    hosts: Collection[str] | None = None,
-    metrics: Collection[tuple[str, str]] | None = None,
-    first: int = 0,
-) -> pl.DataFrame:
+    run: RunFiles, *, between: tuple[int, int] | None = None, hosts: Collection[str] | None = None,
+    metrics: Collection[tuple[str, str]] | None = None, first: int = 0,
+) -> pl.DataFrame:  # fmt: skip
     """Counters of all nodes by time."""
     found = read_sources(run, metrics, hosts=hosts, first=first)
     frames = [_frame(source, between or ALWAYS) for source in found]
@@ -192,14 +188,9 @@ def notes_of(found: Iterable[RecordFile | str]) -> tuple[str, ...]:
 
 
 def record_files(
-    run: RunFiles,
-    *,
-    hosts: Collection[str] | None = None,
-    sources: Collection[str] | None = None,
-    first: int = 0,
-    limit: int | None = None,
-    coarse: bool = False,
-) -> Iterator[tuple[NodeFiles, RecordFile | str]]:
+    run: RunFiles, *, hosts: Collection[str] | None = None, sources: Collection[str] | None = None,
+    first: int = 0, limit: int | None = None, coarse: bool = False,
+) -> Iterator[tuple[NodeFiles, RecordFile | str]]:  # fmt: skip
     """Record files of these nodes (None: of all) one by one, or why one cannot be read.
 
     With `coarse` those whose old records were folded have one record a minute throughout, so that
@@ -241,13 +232,9 @@ def _read_whole(
 
 
 def read_sources(
-    run: RunFiles,
-    metrics: Collection[tuple[str, str]] | None = None,
-    *,
-    hosts: Collection[str] | None = None,
-    first: int = 0,
-    coarse: bool = False,
-) -> Iterator[SourceSamples]:
+    run: RunFiles, metrics: Collection[tuple[str, str]] | None = None, *,
+    hosts: Collection[str] | None = None, first: int = 0, coarse: bool = False,
+) -> Iterator[SourceSamples]:  # fmt: skip
     """These metrics (source, name; None: all) of the record files that can be read, one by one."""
     sources = None if metrics is None else {source for source, _ in metrics}
     files = record_files(run, hosts=hosts, sources=sources, first=first, coarse=coarse)
@@ -320,19 +307,14 @@ def samples_of(reports: Reports, node: NodeFiles, records: RecordFile) -> Source
     ranks = ranks_by_key(reports.get(node.host, ()), names, entities) if names else {}
     known = [entities.get(key, {}) for key in owners]
     return SourceSamples(
-        host=node.host,
-        source=records.table,
-        time_ns=time + (records.clock.wall_ns - records.clock.mono_ns),
-        owner=np.cumsum(first) - 1,
-        keys=owners,
-        known=known,
-        entities=[entity_name(entity) or None for entity in known],
+        host=node.host, source=records.table,
+        time_ns=time + (records.clock.wall_ns - records.clock.mono_ns), owner=np.cumsum(first) - 1,
+        keys=owners, known=known, entities=[entity_name(entity) or None for entity in known],
         ranks=[ranks.get(key) for key in owners],
         gpus=[key[0] if names == ["gpu"] else None for key in owners],
-        follows=np.append(False, same & (np.diff(time) > 0))[: len(order)],
-        columns=columns,
+        follows=np.append(False, same & (np.diff(time) > 0))[: len(order)], columns=columns,
         order=order,
-    )
+    )  # fmt: skip
 
 
 def _metrics(
@@ -369,12 +351,9 @@ def _metrics(
 
 
 def _growth(
-    values: npt.NDArray[Any],
-    follows: npt.NDArray[np.bool_],
-    bits: int = 64,
-    sticks: bool = False,
+    values: npt.NDArray[Any], follows: npt.NDArray[np.bool_], bits: int = 64, sticks: bool = False,
     scale: int = 1,
-) -> tuple[Floats, Flags]:
+) -> tuple[Floats, Flags]:  # fmt: skip
     """Since the sample before, with flags; NaN where there is none or it cannot be known."""
     # A counter of 32 bits that goes back has wrapped if it grew by less than half its range; more
     # is a counter that was set back (serial number arithmetic, RFC 1982). One of 64 bits that goes

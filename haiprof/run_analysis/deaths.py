@@ -188,16 +188,12 @@ def gather_evidence(
     sizes += [end.world_size for end in ends if not end.helper and end.rank is not None]
     sizes += [1 + (end.rank or 0) for end in ends if end.rank is not None]
     return Evidence(
-        files=files,
-        ends=ends,
-        signals=arrived_signals(files),
+        files=files, ends=ends, signals=arrived_signals(files),
         hangs=[r for r in reactions(files) if r.trigger == "hang" and (r.suspects or r.all_at)],
-        collectives=collectives,
-        steps=steps,
+        collectives=collectives, steps=steps,
         world=min(max((size for size in sizes if size is not None), default=0), 1 << 20),
-        output=printed_output(files),
-        scheduler=scheduler_ends(files),
-    )
+        output=printed_output(files), scheduler=scheduler_ends(files),
+    )  # fmt: skip
 
 
 def find_deaths(evidence: Evidence) -> list[Death]:
@@ -236,15 +232,12 @@ def _add_what_began_it(found: Sequence[Death], trained: Collection[int]) -> Deat
     starts = f"starts {number - count + 1} to {number}" if count > 1 else f"start {number}"
     waited = ": its ranks may have waited for each other in init_process_group"
     return replace(
-        first,
-        headline=f"{first.headline}; {starts} never trained: {last.what}",
-        own_end=f"no step was seen; then {last.headline}",
-        began_in=first.generation,
+        first, headline=f"{first.headline}; {starts} never trained: {last.what}",
+        own_end=f"no step was seen; then {last.headline}", began_in=first.generation,
         remedy=f"{first.remedy}; and find out why the restart did not train"
         f"{waited if last.message is None else ''}",
-        generation=last.generation,
-        final=True,
-    )
+        generation=last.generation, final=True,
+    )  # fmt: skip
 
 
 def _ranks(ends: Iterable[ProcessEnd]) -> list[ProcessEnd]:
@@ -646,18 +639,10 @@ class _Case:
         return self._death(cause, ranks, f"{who}: {what}", what=what, end=end, certain=certain)
 
     def _death(
-        self,
-        cause: str,
-        ranks: tuple[int, ...],
-        headline: str,
-        *,
-        what: str | None = None,
-        end: ProcessEnd = NO_END,
-        died_ns: int | None = None,
-        line: str | None = None,
-        frame: Frame | None = None,
-        certain: bool = True,
-    ) -> Death:
+        self, cause: str, ranks: tuple[int, ...], headline: str, *, what: str | None = None,
+        end: ProcessEnd = NO_END, died_ns: int | None = None, line: str | None = None,
+        frame: Frame | None = None, certain: bool = True,
+    ) -> Death:  # fmt: skip
         error, said = end.error, headline
         by_worker = worker_death(error) is not None
         hosts = len({each.host for each in self.ends.values()})
@@ -696,24 +681,16 @@ class _Case:
             headline += f"; it had printed {printed[-1].text}"
         return Death(
             headline=f"{headline}; {tail}" if tail and tail not in headline else headline,
-            cause=cause,
-            ranks=ranks,
-            certain=certain,
-            what=what or said,
-            line=line,
-            seen_at=seen_at,
-            source=source or None,
+            cause=cause, ranks=ranks, certain=certain, what=what or said, line=line,
+            seen_at=seen_at, source=source or None,
             traceback=tuple(f"{f}:{n} in {name}" for f, n, name in frames),
-            message=None if error is NO_ERROR else error.message,
-            died_ns=died,
-            step=self._step(ranks[0]) if ranks else None,
-            fates=fates,
+            message=None if error is NO_ERROR else error.message, died_ns=died,
+            step=self._step(ranks[0]) if ranks else None, fates=fates,
             clock="one clock: all ranks ran on one node"
             if hosts < 2
             else f"the clocks of {hosts} nodes, taken to agree: NTP keeps them within milliseconds",
-            remedy=remedy,
-            witnesses=witnesses,
-        )
+            remedy=remedy, witnesses=witnesses,
+        )  # fmt: skip
 
     def _code_at(self, frame: Frame, line: str, ranks: Sequence[int]) -> str:
         """What stands there, as an exception that ended it at this line noted it, or its file."""
@@ -829,18 +806,11 @@ class _Case:
         where = last.text if last is not None and last.kind is not None else "a collective"
         known = end or NO_END
         return Fate(
-            rank=rank,
-            host=known.host or None,
-            pid=known.pid or None,
-            role=role,
-            what=what,
-            line=known.error.location or None,
-            ended_ns=known.failed_ns,
-            step=self._step(rank),
-            phase=self.phases.get(rank),
-            waited_in=where if last is not None and waits else None,
+            rank=rank, host=known.host or None, pid=known.pid or None, role=role, what=what,
+            line=known.error.location or None, ended_ns=known.failed_ns, step=self._step(rank),
+            phase=self.phases.get(rank), waited_in=where if last is not None and waits else None,
             printed=(known.printed or known.printed_stdout)[-_LAST_LINES:],
-        )
+        )  # fmt: skip
 
     def _step(self, rank: int) -> int | None:
         end, attempt = self.ends.get(rank), self.attempts.get(rank)

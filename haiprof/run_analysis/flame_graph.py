@@ -183,13 +183,10 @@ def _of_rank(source: FlameSource, rank: int, placer: _Placer) -> FlameSeries:
             for stack, ns in zip(stacks.tolist(), times.tolist(), strict=True):
                 self_ns[placer.node(stack, name)] = ns
     return FlameSeries(
-        run=source.run,
-        rank=rank,
-        step_count=steps.height,
-        sample_count=_sample_count(table, own) + len(samples.stack),
-        sample_ns=sample_ns,
+        run=source.run, rank=rank, step_count=steps.height,
+        sample_count=_sample_count(table, own) + len(samples.stack), sample_ns=sample_ns,
         self_ns=self_ns,
-    )
+    )  # fmt: skip
 
 
 def _sample_count(table: TimeTable, rows: Ints) -> int:
@@ -287,8 +284,7 @@ def _prune(
     return FlameGraph(
         frames=tuple(frames[at] for at in used),
         parents=tuple(number.get(parents[node], -1) for node in number),
-        places=tuple(used[places[node]] for node in number),
-        series=tuple(moved[:shown]),
+        places=tuple(used[places[node]] for node in number), series=tuple(moved[:shown]),
         accounts=tuple(moved[shown:]),
     )  # fmt: skip
 
@@ -323,13 +319,9 @@ def speedscope(samples: CodeSamples, *, name: str) -> bytes:
             "weights": [1] * len(stacks),
         })  # fmt: skip
     content = {
-        "$schema": _SCHEMA,
-        "name": name,
-        "exporter": f"haiprof@{__version__}",
-        "activeProfileIndex": 0,
-        "shared": {"frames": frames},
-        "profiles": profiles,
-    }
+        "$schema": _SCHEMA, "name": name, "exporter": f"haiprof@{__version__}",
+        "activeProfileIndex": 0, "shared": {"frames": frames}, "profiles": profiles,
+    }  # fmt: skip
     return json.dumps(content).encode()
 
 

@@ -165,16 +165,12 @@ def _steps_of(file: stored.FoldedFile) -> FoldedSteps:
         blocks.setdefault(column.name, zeros)
     spans = record_columns(file.sections["spans"])
     return FoldedSteps(
-        file=file,
-        step_count=file.whole("step_count"),
-        until_ns=file.whole("until_ns"),
-        blocks=blocks,
-        plain_ns=np.stack([blocks[f"{name}_ns"] for name in POSITIONS]),
+        file=file, step_count=file.whole("step_count"), until_ns=file.whole("until_ns"),
+        blocks=blocks, plain_ns=np.stack([blocks[f"{name}_ns"] for name in POSITIONS]),
         collected_ns=np.stack([blocks[f"{name}_gc_ns"] for name in POSITIONS]),
-        slow=_whole_columns(file, "slow"),
-        spans=unpack(spans["start"], spans["end"]),
+        slow=_whole_columns(file, "slow"), spans=unpack(spans["start"], spans["end"]),
         stretches=_whole_columns(file, "stretches"),
-    )
+    )  # fmt: skip
 
 
 def optimizer_steps_before(paths: RankPaths, record: int, folded: FoldedSteps) -> int:

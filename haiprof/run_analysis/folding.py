@@ -164,22 +164,15 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
     count, total_ns, longest_ns = ranks.pauses_sum(rank)
     epoch_count, epoch_ns, loading_ns = ranks.loading_row(before)
     facts = {
-        "step_count": number,
-        "until_ns": int(steps.start_ns[place]),
-        "first_record": first_record,
-        "first_device_record": first_device_record,
-        "first_stack_byte": stack_byte,
-        "block_steps": size,
-        "slow_left_out": left_out,
-        "gc_count": count + len(pauses),
+        "step_count": number, "until_ns": int(steps.start_ns[place]), "first_record": first_record,
+        "first_device_record": first_device_record, "first_stack_byte": stack_byte,
+        "block_steps": size, "slow_left_out": left_out, "gc_count": count + len(pauses),
         "gc_ns": total_ns + int(pauses.sum()),
         "gc_longest_ns": max(longest_ns, int(pauses.max(initial=0))),
-        "nograd_ns": ranks.nograd_ns(before),
-        "epoch_count": epoch_count,
-        "epoch_ns": epoch_ns,
+        "nograd_ns": ranks.nograd_ns(before), "epoch_count": epoch_count, "epoch_ns": epoch_ns,
         "loading_ns": loading_ns,
         "roots": {str(tag): calls for tag, calls in ranks.root_calls(before).items()},
-    }
+    }  # fmt: skip
     sections = {stored.SAMPLED.name: _pack_records(stored.SAMPLED, samples)}
     for table, columns in ((stored.BLOCKS, blocks), (stored.SLOW, slow), (stored.SPANS, spans),
                            (stored.STRETCHES, _stretches(rank, positions, place))):  # fmt: skip
@@ -256,21 +249,16 @@ def _blocks(
         seen = sums(known)
         idle = np.divide(ns, seen, out=idle, where=seen > 0)
     return {
-        "first_step": number[edges],
-        "step_count": counts,
-        "start_ns": steps.start_ns[edges],
-        "trained_ns": trained[edges + counts - 1],
-        "step_ns": sums(steps.step_ns),
+        "first_step": number[edges], "step_count": counts, "start_ns": steps.start_ns[edges],
+        "trained_ns": trained[edges + counts - 1], "step_ns": sums(steps.step_ns),
         "longest_ns": np.maximum.reduceat(steps.step_ns[:place], edges),
         "optimizer_step_count": sums(steps.optimizer_step_count),
-        "micro_step_count": sums(steps.micro_step_count),
-        "skipped_count": sums(steps.skipped),
-        "traced": traced[edges],
-        "idle_ns": idle,
+        "micro_step_count": sums(steps.micro_step_count), "skipped_count": sums(steps.skipped),
+        "traced": traced[edges], "idle_ns": idle,
         **{f"{p}_host_ns": sums(steps.host_ns[at]) for at, p in enumerate(PHASES)},
         **{f"{name}_ns": plain[at] for at, name in enumerate(POSITIONS)},
         **{f"{name}_gc_ns": collected[at] for at, name in enumerate(POSITIONS)},
-    }
+    }  # fmt: skip
 
 
 def _slow_steps(before: step_frame.RankSegments, traced: Bools) -> tuple[Columns, Columns, int]:
@@ -370,13 +358,11 @@ def _fold_samples(
     place = positions.at(time_ns)
     inside = (place >= 0) & ~np.append(positions.collecting, False)[place]
     new = {
-        "time_ns": time_ns,
-        "step": np.where(step < 0, -1, step + rank.first_step),
+        "time_ns": time_ns, "step": np.where(step < 0, -1, step + rank.first_step),
         "period": np.where(
             place < 0, -1, np.append(positions.period, 0)[place] + rank.first_step
         ),
-        "cpu_ns": columns["cpu_ns"],
-        "queue_ns": columns["queue_ns"],
+        "cpu_ns": columns["cpu_ns"], "queue_ns": columns["queue_ns"],
         "stack": np.maximum(columns["stack"], 0),
         "codes": pack_codes({
             "position": np.where(inside, np.append(positions.position, 0)[place], -1),

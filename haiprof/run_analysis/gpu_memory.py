@@ -280,18 +280,15 @@ def _parse(content: Mapping[str, Any], *, count: int) -> GpuOutOfMemory:
     is_name = re.fullmatch(r"[\w.-]{1,200}\.pickle", snapshot) is not None
     line = parse_frames([content.get("line")])
     return read_record(
-        GpuOutOfMemory,
-        content,
+        GpuOutOfMemory, content,
         **{f"{name}_bytes": _size(content.get(f"{name}_bytes")) for name in names},
         others_bytes=None,
         held={n: size for n in _HELD if (size := _size(held.get(n))) is not None},
         module=module and module[:200],
         line=line[0] if line else own_frame(parse_frames(content.get("frames")) or ()),
-        batch=_shapes(content.get("batch")),
-        largest=_largest(content.get("largest")),
-        snapshot=snapshot if is_name else None,
-        count=count,
-    )
+        batch=_shapes(content.get("batch")), largest=_largest(content.get("largest")),
+        snapshot=snapshot if is_name else None, count=count,
+    )  # fmt: skip
 
 
 def _largest(content: object) -> LargestBatch | None:

@@ -275,19 +275,13 @@ def _rank_rows(
             unseen.append((number, COLLECTION, USUAL, collected))
     around = np.where(folded[keep], samples.around[at], np.append(cut.around_closure, False)[place])
     rows = {
-        "sample": at,
-        "cell": cell,
-        "position": _after_closures(samples, at, cell, around),
+        "sample": at, "cell": cell, "position": _after_closures(samples, at, cell, around),
         "activity": _guess_activity(samples, at, cell, activity[at], packages),
-        "stack": samples.stack[at],
-        "step": rank.step[column],
-        "kind": kind,
+        "stack": samples.stack[at], "step": rank.step[column], "kind": kind,
         "hidden": samples.hidden[at]
         | is_hidden(samples.time_ns[at] - rank.wall_offset_ns, rank.busy),
-        "ns": weight,
-        "count": np.ones(len(at)),
-        "needed": np.zeros(len(at), dtype=np.bool_),
-    }
+        "ns": weight, "count": np.ones(len(at)), "needed": np.zeros(len(at), dtype=np.bool_),
+    }  # fmt: skip
     rows = _split(rows, _dispatch_share(samples, rows, packages), OPERATORS)
     rows = _split_waits(rows, rank)
     rows["work"] = rows["activity"].copy()

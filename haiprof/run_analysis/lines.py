@@ -24,25 +24,13 @@ from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples, CodeTree
 from haiprof.run_format.secrets import mask_text
 
 LINE_SCHEMA = {
-    "rank": pl.Int64,
-    "worker": pl.Int64,
-    "phase": pl.String,
-    "position": pl.String,
-    "file": pl.String,
-    "line": pl.Int64,
-    "function": pl.String,
-    "code": pl.String,
-    "self_count": pl.Int64,
-    "inclusive_count": pl.Int64,
-    "sample_count": pl.Int64,
-    "self_ratio": pl.Float64,
-    "self_low": pl.Float64,
-    "self_high": pl.Float64,
-    "inclusive_ratio": pl.Float64,
-    "time_ns": pl.Float64,
-    "ns_per_step": pl.Float64,
+    "rank": pl.Int64, "worker": pl.Int64, "phase": pl.String, "position": pl.String,
+    "file": pl.String, "line": pl.Int64, "function": pl.String, "code": pl.String,
+    "self_count": pl.Int64, "inclusive_count": pl.Int64, "sample_count": pl.Int64,
+    "self_ratio": pl.Float64, "self_low": pl.Float64, "self_high": pl.Float64,
+    "inclusive_ratio": pl.Float64, "time_ns": pl.Float64, "ns_per_step": pl.Float64,
     "inclusive_ns_per_step": pl.Float64,
-}
+}  # fmt: skip
 _COMPREHENSION = re.compile(
     r"(?:(?:(?:\.<locals>)?\.|\A)<(?:genexpr|listcomp|dictcomp|setcomp|lambda)>)+\Z"
 )
@@ -183,14 +171,10 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     tree = samples.tree
     position, of_step = ledger or (np.full(len(samples.stack), -1), np.zeros(len(samples.stack)))
     columns = {
-        "rank": samples.rank,
-        "worker": samples.worker,
-        "phase": samples.phase,
-        "position": position,
-        "stack": samples.stack,
-        "weight": samples.weight_ns,
+        "rank": samples.rank, "worker": samples.worker, "phase": samples.phase,
+        "position": position, "stack": samples.stack, "weight": samples.weight_ns,
         "of_step": of_step,
-    }
+    }  # fmt: skip
     group = ("rank", "worker", "phase", "position")
     cells = pl.DataFrame(columns).group_by(*group, "stack")
     counted = cells.agg(pl.len(), pl.col("weight", "of_step").sum())
@@ -301,17 +285,12 @@ def function_times(samples: CodeSamples, of: str, part: float = 1.0) -> list[Cod
         paths = [_user_callers(tree, place, stack) for stack in stacks.tolist()]
         callers = (tree.frames[at] for at in _common_way(paths, weight[rows]))
         line = CodeLine(
-            file=frame.file,
-            line=frame.line,
-            function=frame.function,
-            share=float(own[function]) / total * part,
-            low=float(low[function]) * part,
-            high=float(high[function]) * part,
-            of=of,
-            sample_count=int(rows.sum()),
+            file=frame.file, line=frame.line, function=frame.function,
+            share=float(own[function]) / total * part, low=float(low[function]) * part,
+            high=float(high[function]) * part, of=of, sample_count=int(rows.sum()),
             callees=common_callees(tree, samples.stack[rows], weight[rows], inner=inner),
             callers=tuple(place_text(*caller[:3]) for caller in callers),
-        )
+        )  # fmt: skip
         found.append(line)
     return found
 

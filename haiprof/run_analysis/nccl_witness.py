@@ -127,12 +127,9 @@ def nccl_report(files: RunFiles, *, limit_bytes: int = nccl_files.LIMIT_BYTES) -
         why = "whose NCCL's files there are is not known: no rank is told"
         notes.append(f"{paths[0].parent}: {why}")
     return replace(
-        report,
-        collectives=_against_others(collectives),
-        waits=report.waits.drop_nulls("rank"),
-        interval_ns=_interval_ns(files),
-        notes=(*report.notes, *notes),
-    )
+        report, collectives=_against_others(collectives), waits=report.waits.drop_nulls("rank"),
+        interval_ns=_interval_ns(files), notes=(*report.notes, *notes),
+    )  # fmt: skip
 
 
 def nccl_folder_report(paths: Sequence[Path]) -> NcclReport:
@@ -287,8 +284,7 @@ def _against_others(rows: pl.DataFrame) -> pl.DataFrame:
         pl.col("record_count").sum().over(*group, "message").alias("popular"),
         pl.when(pl.col("record_count").count().over(process) > 0).then(
             pl.col("record_count").sum().over(process)).alias("record_count"),
-        pl.col("sequence", "last_ns").max().over(process),
-        pl.col("since_ns").min().over(process),
+        pl.col("sequence", "last_ns").max().over(process), pl.col("since_ns").min().over(process),
     )  # fmt: skip
     rows = rows.sort("popular", "message", descending=True, nulls_last=True, maintain_order=True)
     chosen = rows.unique(process, keep="first", maintain_order=True)

@@ -54,11 +54,9 @@ class Spans:
 def unpack(start: np.ndarray, end: np.ndarray) -> Spans:
     """Spans from the two packed words of their records."""
     return Spans(
-        kind=(start & schema.TAG_MASK).astype(np.int8),
-        tag=(end & schema.TAG_MASK).astype(np.int8),
-        start_ns=start >> schema.TAG_BITS,
-        end_ns=end >> schema.TAG_BITS,
-    )
+        kind=(start & schema.TAG_MASK).astype(np.int8), tag=(end & schema.TAG_MASK).astype(np.int8),
+        start_ns=start >> schema.TAG_BITS, end_ns=end >> schema.TAG_BITS,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

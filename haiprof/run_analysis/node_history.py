@@ -94,9 +94,7 @@ def read_node(node: NodePaths, *, since_ns: int, until_ns: int, step_ns: int) ->
     elapsed_ns = (integer(cost.get("wall_ns")) or 0) - (integer(start) or 0)
     cpu_ns = integer(cost.get("cpu_ns"))
     return NodeRecord(
-        host=node.root.name,
-        is_recording=_is_locked(node.lock),
-        counters=counters,
+        host=node.root.name, is_recording=_is_locked(node.lock), counters=counters,
         jobs=[job for job in seen_jobs(lines) if (job.end_wall_ns or since_ns) >= since_ns],
         held_gpus=[h for h in held_gpus(node, lines) if (h.end_wall_ns or since_ns) >= since_ns],
         events=[line for line in lines if line.get("type") in _EVENTS],
@@ -105,7 +103,7 @@ def read_node(node: NodePaths, *, since_ns: int, until_ns: int, step_ns: int) ->
         size_bytes=sum(file_size(path) or 0 for path in node.root.iterdir()),
         whole_bytes=integer(events.last("sizes").get("whole_bytes")),
         notes=[*events.notes, *damaged],
-    )
+    )  # fmt: skip
 
 
 _EVENTS = ("agent_start", "agent_end", "clock_set", "disk_full", "disk_again")
@@ -233,16 +231,11 @@ def _measure_use(
     (mean, most), weight = map(pl.col, names), pl.col("sample_count").cast(pl.Float64)
     weighted, highest = inside.select((mean * weight).sum() / weight.sum(), most.max()).row(0)
     return read_record(
-        HeldGpu,
-        line,
-        gpu=gpu,
-        pid=integer(line.get("pid")) or 0,
-        start_wall_ns=start_ns,
-        end_wall_ns=end_ns,
-        utilization_mean_ratio=number(weighted),
+        HeldGpu, line, gpu=gpu, pid=integer(line.get("pid")) or 0, start_wall_ns=start_ns,
+        end_wall_ns=end_ns, utilization_mean_ratio=number(weighted),
         utilization_max_ratio=number(highest),
         unused=highest == 0 and last_ns - start_ns >= _UNUSED_NS,
-    )
+    )  # fmt: skip
 
 
 def _is_locked(path: Path) -> bool:

@@ -298,15 +298,13 @@ def _take_report(found: _Found, rank: RankFiles) -> None:
     ends = [line for line in rank.of_type("record_end") if line.get("reason") == "exit"]
     offset, closed = rank.clock_offset_ns, integer(ends[-1].get("time_ns")) if ends else None
     found[host, pid].update(
-        rank=rank.rank,
-        generation=restart or rank.attempt,
+        rank=rank.rank, generation=restart or rank.attempt,
         started_ns=integer(mapping(rank.report.get("clock")).get("wall_ns")),
-        parent=integer(rank.report.get("ppid")),
-        closed=bool(ends),
+        parent=integer(rank.report.get("ppid")), closed=bool(ends),
         closed_ns=None if offset is None or closed is None else closed + offset,
         exited=any(line.get("uncaught") is False for line in ends),
         left_at=own_frame(parse_frames(ends[-1].get("left_at")) or ()) if ends else None,
-    )
+    )  # fmt: skip
 
 
 def _take_uncaught(found: _Found, host: str, pid: int, content: Mapping[str, Any]) -> None:
@@ -339,11 +337,9 @@ def _uncaught(entry: Mapping[str, Any]) -> Uncaught:
     child = _failed_child(entry.get("children"))
     errors = objects(entries(entry.get("errors"))[:_CHAIN_LIMIT])
     return Uncaught(
-        how=text(entry.get("how")) or "exception",
-        thread=text(entry.get("thread")),
-        wall_ns=integer(entry.get("wall_ns")),
-        errors=tuple(_error(each, child) for each in errors),
-    )
+        how=text(entry.get("how")) or "exception", thread=text(entry.get("thread")),
+        wall_ns=integer(entry.get("wall_ns")), errors=tuple(_error(each, child) for each in errors),
+    )  # fmt: skip
 
 
 def _failed_child(children: object) -> tuple[int, int, int] | None:
@@ -361,13 +357,10 @@ def _error(content: Mapping[str, Any], ended_child: tuple[int, int, int] | None)
     frames = parse_frames(content.get("frames")) or ()
     return Error(
         type=(text(content.get("type")) or "?")[:200],
-        message=(text(content.get("message")) or "")[:_FIELD_CHARS],
-        line=own_frame(frames),
-        source=(text(content.get("source")) or "")[:400],
-        frames=frames,
-        errno=integer(content.get("errno")),
-        ended_child=ended_child,
-    )
+        message=(text(content.get("message")) or "")[:_FIELD_CHARS], line=own_frame(frames),
+        source=(text(content.get("source")) or "")[:400], frames=frames,
+        errno=integer(content.get("errno")), ended_child=ended_child,
+    )  # fmt: skip
 
 
 def _take_crash(facts: dict[str, Any], path: Path) -> None:
@@ -890,11 +883,9 @@ class LastCollective:
 
 
 def last_collectives(
-    files: RunFiles,
-    collectives: pl.DataFrame,
-    attempts: Mapping[int, int],
+    files: RunFiles, collectives: pl.DataFrame, attempts: Mapping[int, int],
     ended_ns: Mapping[int, int | None],
-) -> dict[int, dict[str, LastCollective]]:
+) -> dict[int, dict[str, LastCollective]]:  # fmt: skip
     """By rank and group: the last collective begun, from heartbeats and the last dumps.
 
     Of a heartbeat of its last moments nothing is known: the rank may have gone on.

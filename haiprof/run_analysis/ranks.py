@@ -280,12 +280,9 @@ class RankRows:
 
 
 def rank_rows(
-    rank: RankSegments,
-    windows: Sequence[TraceWindow],
-    *,
-    between: tuple[int, int] | None,
+    rank: RankSegments, windows: Sequence[TraceWindow], *, between: tuple[int, int] | None,
     shared: SharedColumns,
-) -> RankRows:
+) -> RankRows:  # fmt: skip
     """The rows of one rank."""
     row = rank_row(rank.files, rank)
     cut = rank
@@ -302,13 +299,9 @@ def rank_rows(
     epoch_count, epoch_ns, loading_ns = loading_row(cut)
     steps = step_frame(rank, traced_steps(rank, windows), shared=shared)
     return RankRows(
-        record_end=rank.record_end,
-        wall_offset_ns=rank.wall_offset_ns,
-        step_count=rank.step_count,
-        steps=steps,
-        first=slow_frame(rank, limit=1) if rank.first_step else steps.head(1),
-        blocks=_blocks(rank),
-        pauses=pause_frame(rank),
+        record_end=rank.record_end, wall_offset_ns=rank.wall_offset_ns, step_count=rank.step_count,
+        steps=steps, first=slow_frame(rank, limit=1) if rank.first_step else steps.head(1),
+        blocks=_blocks(rank), pauses=pause_frame(rank),
         loading=(rank.files.rank, rank.files.attempt, epoch_count, epoch_ns * (epoch_count > 0),
                  loading_ns),
         rank=row,
@@ -319,15 +312,10 @@ def rank_rows(
 def _blocks(rank: RankSegments) -> Blocks:
     folded, shift, blocks = rank.folded, rank.wall_offset_ns, rank.folded.blocks
     return Blocks(
-        first_step=folded.first_step,
-        count=folded.count,
-        start_ns=blocks["start_ns"] + shift,
-        end_ns=folded.end_ns + shift,
-        step_ns=blocks["step_ns"],
-        traced=blocks["traced"] > 0,
-        idle_ns=blocks["idle_ns"].astype(np.float64),
-        pauses=pauses_sum(rank),
-    )
+        first_step=folded.first_step, count=folded.count, start_ns=blocks["start_ns"] + shift,
+        end_ns=folded.end_ns + shift, step_ns=blocks["step_ns"], traced=blocks["traced"] > 0,
+        idle_ns=blocks["idle_ns"].astype(np.float64), pauses=pauses_sum(rank),
+    )  # fmt: skip
 
 
 def rank_positions(rank: RankSegments) -> StepPositions:
@@ -393,12 +381,10 @@ def rank_grid(steps: pl.DataFrame, *, column_count: int | None = None) -> RankGr
         return means.reshape(len(ranks), count)
 
     return RankGrid(
-        ranks=tuple(int(rank) for rank in ranks),
-        start_ns=first_ns,
-        end_ns=last_ns,
+        ranks=tuple(int(rank) for rank in ranks), start_ns=first_ns, end_ns=last_ns,
         phase_ns={phase: mean(steps[f"{phase}_host_ns"]) for phase in STEP_PHASES},
         typical_ns={
             "step": number(steps["step_ns"].median()),
             **{phase: number(steps[f"{phase}_host_ns"].median()) for phase in STEP_PHASES},
         },
-    )
+    )  # fmt: skip

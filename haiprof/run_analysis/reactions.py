@@ -196,18 +196,13 @@ def _row(reaction: Reaction) -> dict[str, object]:
     same = ("trigger", "host", "rank", "step", "reason", "silent_ns", "action", "state", "failure")
     return {
         **{name: getattr(reaction, name) for name in (*same, "window", "path")},
-        "noticed_ns": reaction.wall_ns,
-        "since_ns": reaction.since_wall_ns,
-        "before_step_ns": reaction.before_ns,
-        "after_step_ns": reaction.after_ns,
+        "noticed_ns": reaction.wall_ns, "since_ns": reaction.since_wall_ns,
+        "before_step_ns": reaction.before_ns, "after_step_ns": reaction.after_ns,
         **{f"suspect_{name}": getattr(suspect, name, None) for name in _OF_SUSPECT},
-        "suspect_count": len(reaction.suspects),
-        "collectives_moved": reaction.moves,
+        "suspect_count": len(reaction.suspects), "collectives_moved": reaction.moves,
         "saving_rank": reaction.saving[0] if reaction.saving else None,
-        "outcome": outcome_text(reaction),
-        "first_step": first,
-        "end_step": end,
-    }
+        "outcome": outcome_text(reaction), "first_step": first, "end_step": end,
+    }  # fmt: skip
 
 
 def _reaction(host: str, line: Mapping[str, Any], result: Mapping[str, Any]) -> Reaction | None:
@@ -219,14 +214,8 @@ def _reaction(host: str, line: Mapping[str, Any], result: Mapping[str, Any]) -> 
     unknown = "none" if action == "none" else "begun"
     steps = [step for step in entries(result.get("steps")) if type(step) is int]
     return read_record(
-        Reaction,
-        {**result, **line},
-        trigger=trigger,
-        wall_ns=wall_ns,
-        since_wall_ns=since,
-        host=host,
-        action=action,
-        state=text(result.get("state")) or unknown,
+        Reaction, {**result, **line}, trigger=trigger, wall_ns=wall_ns, since_wall_ns=since,
+        host=host, action=action, state=text(result.get("state")) or unknown,
         failure=text(result.get("reason")),
         suspects=tuple(
             read_record(SuspectSeen, entry, rank=rank)
@@ -234,7 +223,7 @@ def _reaction(host: str, line: Mapping[str, Any], result: Mapping[str, Any]) -> 
             if (rank := integer(entry.get("rank"))) is not None
         ),
         steps=(steps[0], steps[1]) if len(steps) == 2 else None,
-    )
+    )  # fmt: skip
 
 
 _COUNTS = {
@@ -245,12 +234,9 @@ _COUNTS = {
 """Columns of `watched_frame`, and what a rank calls them."""
 _SHARES = ("cost_ratio", "budget_ratio")
 WATCHED_SCHEMA = {
-    "rank": pl.Int64,
-    "attempt": pl.Int64,
-    **dict.fromkeys(_COUNTS, pl.Int64),
-    **dict.fromkeys(_SHARES, pl.Float64),
-    "refused": pl.String,
-}
+    "rank": pl.Int64, "attempt": pl.Int64, **dict.fromkeys(_COUNTS, pl.Int64),
+    **dict.fromkeys(_SHARES, pl.Float64), "refused": pl.String,
+}  # fmt: skip
 
 
 def watched_frame(files: RunFiles) -> pl.DataFrame:

@@ -181,11 +181,9 @@ def _files_of_node(run: RunPaths, host: str) -> list[str]:
         owns = {
             "nodes": len(inner) > 1 and inner[0] == host,
             "ranks": len(inner) > 1 and inner[0] in ranks,
-            "traces": stem is not None and stem.is_of(host),
-            "flight": name in ranks.values(),
-            "uncaught": name.startswith(f"{host}-"),
-            "memory": name.startswith(f"{host}-"),
-        }
+            "traces": stem is not None and stem.is_of(host), "flight": name in ranks.values(),
+            "uncaught": name.startswith(f"{host}-"), "memory": name.startswith(f"{host}-"),
+        }  # fmt: skip
         found += [path] if owns.get(folder) else []
     return found
 

@@ -205,10 +205,8 @@ def goodput(runs: Sequence[RunRecord]) -> Goodput:
     sums = line.sums({**apart, HANG: _join(hangs)})
     return Goodput(
         accounts={ACCOUNTS[place]: ns for place, ns in enumerate(sums) if ns},
-        wall_ns=line.at_ns - runs[0].start_ns,
-        has_ended=runs[-1].has_ended,
-        starts=starts,
-    )
+        wall_ns=line.at_ns - runs[0].start_ns, has_ended=runs[-1].has_ended, starts=starts,
+    )  # fmt: skip
 
 
 def find_starts(records: Sequence[StartRecord]) -> tuple[Start, ...]:
@@ -234,21 +232,14 @@ def find_starts(records: Sequence[StartRecord]) -> tuple[Start, ...]:
             numbers[place] = numbers[origin.start] + origin.low
     return tuple(
         Start(
-            run=record.run,
-            generation=record.generation,
-            began_ns=record.process_ns,
-            ended_ns=record.died_ns,
-            why=record.why,
-            step_count=record.step_count,
-            kept_steps=low,
+            run=record.run, generation=record.generation, began_ns=record.process_ns,
+            ended_ns=record.died_ns, why=record.why, step_count=record.step_count, kept_steps=low,
             uncertain_steps=high - low,
             went_on="never trained" if not record.step_count and origin is None
             else "first" if place == first
             else "not known" if origin is None else "checkpoint",
-            from_start=origin and origin.start,
-            from_step=origin and origin.low,
-            file=origin and origin.file,
-            first_step=numbers.get(place),
+            from_start=origin and origin.start, from_step=origin and origin.low,
+            file=origin and origin.file, first_step=numbers.get(place),
             has_saved=bool(record.saves),
         )
         for place, (record, (low, high), origin) in enumerate(
@@ -369,11 +360,9 @@ _TICK_NS = 10_000_000  # of /proc/PID/stat's start time: USER_HZ is 100 on Linux
 
 
 def run_record(
-    files: RunFiles,
-    segments: Sequence[RankSegments],
-    ends: Sequence[ProcessEnd],
+    files: RunFiles, segments: Sequence[RankSegments], ends: Sequence[ProcessEnd],
     deaths: Sequence[Death],
-) -> RunRecord:
+) -> RunRecord:  # fmt: skip
     """The record of one run; `segments` are the starts of the rank whose time it is, in order."""
     own = {_generation(rank.files): rank for rank in segments}
     by_generation = {death.generation: death for death in deaths}
@@ -389,10 +378,8 @@ def run_record(
     signs = [start_ns, *(start.times.end_ns for start in starts if start.times is not None)]
     signs += filter(None, [*(s.ended_ns for s in starts), *(end.wall_ns for end in ends)])
     return RunRecord(
-        name=files.paths.root.name,
-        start_ns=start_ns,
-        end_ns=max(signs) if end_ns is None else end_ns,
-        has_ended=end_ns is not None,
+        name=files.paths.root.name, start_ns=start_ns,
+        end_ns=max(signs) if end_ns is None else end_ns, has_ended=end_ns is not None,
         starts=tuple(starts),
         hangs=tuple((seen.since_wall_ns, seen.wall_ns) for seen in reactions(files)
                     if seen.trigger == "hang" and not seen.moves and not seen.saving),
@@ -413,28 +400,23 @@ def _start(
     ended = [time for time in last if time is not None]
     ended += [] if rank is None else _line_times(rank.files, rank.wall_offset_ns, "record_end")
     found = StartRecord(
-        run=files.paths.root.name,
-        generation=generation,
-        process_ns=None,
-        died_ns=None if death is None else death.died_ns,
-        ended_ns=max(ended, default=None),
+        run=files.paths.root.name, generation=generation, process_ns=None,
+        died_ns=None if death is None else death.died_ns, ended_ns=max(ended, default=None),
         why=None if death is None else death.own_end or death.headline,
         stood_still=death is not None and death.cause in _STOOD_STILL,
         saves=tuple(call for each in ranks for call in _checkpoint_calls(each, "save")),
         loads=tuple(call for each in ranks for call in _checkpoint_calls(each, "load")),
-    )
+    )  # fmt: skip
     if rank is None:
         return found
     # Is there work after the last whole step?
     last_ns = np.append(np.iinfo(np.int64).max, rank.found.steps.end_ns)[-1]
     after = rank.found.nested.spans.start_ns >= last_ns
     return replace(
-        found,
-        process_ns=_process_start(rank.files, rank.wall_offset_ns),
+        found, process_ns=_process_start(rank.files, rank.wall_offset_ns),
         is_unfinished=bool((after & (rank.found.phase < len(PHASES))).any()),
-        times=_step_times(rank) if rank.step_count else None,
-        apart=_apart(rank),
-    )
+        times=_step_times(rank) if rank.step_count else None, apart=_apart(rank),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,12 +451,10 @@ def find_late_start(files: RunFiles, least_ns: float) -> LateStart | None:
     seen = [each.at.get(last) for each in lines_in_snapshots(files)
             if begin_ns <= each.wall_ns < last_ns]  # fmt: skip
     return LateStart(
-        late=tuple(sorted(known.keys() - waited)),
-        waited=waited,
-        wait_ns=max(waits.values()),
+        late=tuple(sorted(known.keys() - waited)), waited=waited, wait_ns=max(waits.values()),
         process_late_ns=None if own_ns is None or not others else own_ns - max(others),
         at=next(filter(None, reversed(seen)), None),
-    )
+    )  # fmt: skip
 
 
 def _checkpoint_calls(files: RankFiles, action: str) -> list[CheckpointCall]:
@@ -515,12 +495,10 @@ def _step_times(rank: RankSegments) -> StepTimes:
     whole = positions.start_ns, positions.position, positions.period + folded.step_count
     start, position, step = map(np.append, folded.timeline(), whole)
     return StepTimes(
-        start_ns=start + offset_ns,
-        end_ns=(positions.end_ns or folded.until_ns) + offset_ns,
-        position=position,
-        step=step,
+        start_ns=start + offset_ns, end_ns=(positions.end_ns or folded.until_ns) + offset_ns,
+        position=position, step=step,
         trained_ns=np.append(folded.trained_ns(), trained_ns(rank.found)) + offset_ns,
-    )
+    )  # fmt: skip
 
 
 def _apart(rank: RankSegments) -> dict[int, Intervals]:

@@ -107,16 +107,12 @@ def counts(value: object) -> dict[str, int]:
 
 
 _OF_TYPE: Mapping[str, Callable[[object], object]] = {
-    "int | None": integer,
-    "float | None": number,
-    "str | None": text,
-    "bool | None": switch,
-    "str": lambda value: text(value) or "",
-    "bool": lambda value: value is True,
+    "int | None": integer, "float | None": number, "str | None": text, "bool | None": switch,
+    "str": lambda value: text(value) or "", "bool": lambda value: value is True,
     "Mapping[str, int]": counts,
     "tuple[str, ...]": lambda value: tuple(filter(None, map(text, entries(value)))),
     "tuple[int, ...]": lambda value: tuple(n for n in entries(value) if type(n) is int),
-}
+}  # fmt: skip
 """How a field of a record is read from JSON, by its type."""
 
 
@@ -255,13 +251,9 @@ def open_run(path: Path, *, hosts: Collection[str] | None = None) -> RunFiles:
     if manifest is None and not any(r.lines for r in ranks) and not any(n.lines for n in nodes):
         raise RunFormatError(f"{notes[0]}; and no rank or node of this run can be read")
     return RunFiles(
-        paths=paths,
-        manifest=manifest,
-        ranks=ranks,
-        nodes=tuple(nodes),
-        hook_failures=tuple(reader.read_failures(paths.boot_failures)),
-        notes=notes,
-    )
+        paths=paths, manifest=manifest, ranks=ranks, nodes=tuple(nodes),
+        hook_failures=tuple(reader.read_failures(paths.boot_failures)), notes=notes,
+    )  # fmt: skip
 
 
 def _report(paths: RankPaths) -> tuple[Mapping[str, Any], tuple[str, ...]]:

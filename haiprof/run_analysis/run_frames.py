@@ -149,12 +149,9 @@ class RunFrames:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        between: tuple[int, int] | None = None,
+        self, path: str | Path, *, between: tuple[int, int] | None = None,
         pool: RankPool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.path = Path(path)
         self.between = between
         self.pool = pool
@@ -414,15 +411,11 @@ class RunFrames:
             first, last = (strftime("%H:%M:%S", localtime(t / NS_PER_S)) for t in self.between)
             part = [f"only what was recorded from {first} to {last} was looked at"]
         return [
-            *part,
-            *self.files.notes,
-            *self._loaded.damaged,
+            *part, *self.files.notes, *self._loaded.damaged,
             *(f"rank {rank}: {note}" for rank, notes in ranks.rows() for note in notes),
             *(f"{node.host}: {note}" for node in self.files.nodes for note in node_notes(node)),
-            *counter_notes(self.files),
-            *self._collectives[1],
-            *self.nccl().notes,
-        ]
+            *counter_notes(self.files), *self._collectives[1], *self.nccl().notes,
+        ]  # fmt: skip
 
     def manifest(self) -> Manifest:
         """What was run, with which options, and how it ended; RunFormatError where damaged."""

@@ -99,13 +99,11 @@ def _slurm_end(said: Mapping[str, Any], hosts: Mapping[str, str]) -> SchedulerEn
     what += f", {limit} asked for" if limit not in ("", "0") else ""
     ends = [_unix_ns(row.get("End")), _unix_ns(shown.get("EndTime"))]
     return SchedulerEnd(
-        cause=cause,
-        what=what,
-        failed=state != "COMPLETED",
+        cause=cause, what=what, failed=state != "COMPLETED",
         ended_ns=next((each for each in ends if each is not None), None),
         hosts=(hosts[failed],) if cause == "node_lost" and failed in hosts else (),
         lines=tuple(_slurm_lines(said, whole, reason)),
-    )
+    )  # fmt: skip
 
 
 def _slurm_lines(said: Mapping[str, Any], state: str, reason: str) -> Iterator[str]:
@@ -145,13 +143,10 @@ def _pod_end(pod: Mapping[str, Any]) -> SchedulerEnd:
              f"on node {_word(pod, 'node')}" if pod.get("node") else "",
              message, _word(container, "message")]  # fmt: skip
     return SchedulerEnd(
-        cause=cause,
-        what=what,
-        failed=bool(cause) or bool(status),
-        ended_ns=_unix_ns(container.get("ended_s")),
-        hosts=(_word(pod, "host"),),
+        cause=cause, what=what, failed=bool(cause) or bool(status),
+        ended_ns=_unix_ns(container.get("ended_s")), hosts=(_word(pod, "host"),),
         lines=(f"Kubernetes: {name} {', '.join(filter(None, parts))}",),
-    )
+    )  # fmt: skip
 
 
 def _word(fields: Mapping[str, Any], name: str) -> str:

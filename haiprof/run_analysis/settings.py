@@ -187,10 +187,7 @@ def _rank_settings(rank: RankFiles, line: Mapping[str, Any]) -> RankSettings:
     thresholds = (integer(value) for value in entries(collector.get("thresholds")))
     inputs = (name for x in rank.of_type("root_input") for name in entries(x.get("dtypes")))
     return read_record(
-        RankSettings,
-        line,
-        rank=rank.rank,
-        host=text(rank.report.get("host")),
+        RankSettings, line, rank=rank.rank, host=text(rank.report.get("host")),
         flags={name: _scalar(flags.get(name)) for name in FLAGS},
         variables={n: v for n, v in known if n is not None and v is not None},
         operator_threads=integer(rank.report.get("operator_threads")),
@@ -208,7 +205,7 @@ def _rank_settings(rank: RankFiles, line: Mapping[str, Any]) -> RankSettings:
         ),
         stepped_optimizer_count=len(rank.of_type("optimizer")),
         looks=read_record(Looks, rank.last(SEEN)),
-    )
+    )  # fmt: skip
 
 
 def _scalars(value: object) -> dict[str, Scalar] | None:
@@ -297,15 +294,13 @@ def placements(run: RunFiles) -> dict[int, Placement]:
             held = mapping(line.get("memory_nodes"))
             pages = ((int(name), integer(held[name])) for name in held if name.isdecimal())
             found[rank_number] = Placement(
-                rank=rank_number,
-                host=host,
-                allowed_cpus=cpu_list(line.get("allowed_cpus")),
+                rank=rank_number, host=host, allowed_cpus=cpu_list(line.get("allowed_cpus")),
                 cpu_nodes=tuple(sorted({node for node in nodes if node is not None})),
                 memory_pages={node: count for node, count in pages if count and count > 0},
                 thread_count=integer(line.get("thread_count")),
                 gpu_node=_node(line.get("gpu_node")),
                 adapters=tuple((name, node) for name, node in named if name and node is not None),
-            )
+            )  # fmt: skip
     return found
 
 

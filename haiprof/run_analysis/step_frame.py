@@ -165,18 +165,11 @@ def _load_whole(files: RankFiles, end: int | None) -> RankSegments:
     first = folded.fact("first_device_record")
     device, busy, damaged = _read_device(files.paths, found, first=first)
     rank = RankSegments(
-        files=files,
-        record_count=records.count,
-        record_end=records.first + records.count,
-        folded=folded,
-        found=found,
-        events=spans.take(_EVENTS[spans.kind]),
-        wall_offset_ns=clock.wall_ns - clock.mono_ns,
-        device_ns=device,
-        busy=busy,
-        seen=_phases_seen(found),
-        notes=notes + damaged,
-    )
+        files=files, record_count=records.count, record_end=records.first + records.count,
+        folded=folded, found=found, events=spans.take(_EVENTS[spans.kind]),
+        wall_offset_ns=clock.wall_ns - clock.mono_ns, device_ns=device, busy=busy,
+        seen=_phases_seen(found), notes=notes + damaged,
+    )  # fmt: skip
     if not folded.step_count:
         return rank
     begun = found.steps.start_ns
@@ -219,12 +212,10 @@ def slice_segments(rank: RankSegments, begin: int | None, end: int | None) -> Ra
         inside = (busy[0] >= first_ns) & (busy[0] < last_ns)
         busy = busy[0][inside], busy[1][inside]
     return replace(
-        rank,
-        found=cut,
+        rank, found=cut,
         events=events.take((events.start_ns >= first_ns) & (events.start_ns < last_ns)),
-        device_ns=None if rank.device_ns is None else rank.device_ns[:, begin:end],
-        busy=busy,
-    )
+        device_ns=None if rank.device_ns is None else rank.device_ns[:, begin:end], busy=busy,
+    )  # fmt: skip
 
 
 def cut_segments(rank: RankSegments, between: tuple[int, int]) -> RankSegments:
@@ -400,8 +391,7 @@ def slow_frame(rank: RankSegments, *, limit: int | None = None) -> pl.DataFrame:
         **{name: slow[name] for name in same},
         **{name: own for seen, (name, own) in zip(rank.seen, host.items(), strict=True) if seen},
         "start_ns": slow["start_ns"] + rank.wall_offset_ns,
-        "other_host_ns": slow["step_ns"] - sum(host.values()),
-        "skipped": slow["skipped"] > 0,
+        "other_host_ns": slow["step_ns"] - sum(host.values()), "skipped": slow["skipped"] > 0,
         "traced": slow["traced"] > 0,
         "boundary": np.array(BOUNDARIES)[np.clip(slow["boundary"], 0, len(BOUNDARIES) - 1)],
     }).with_columns(rank=pl.lit(rank.files.rank), attempt=pl.lit(rank.files.attempt))  # fmt: skip
@@ -443,10 +433,8 @@ def phase_frame(rank: RankSegments) -> pl.DataFrame:
     found = _of_rank(rank, {
         "step": np.where(rank.found.step < 0, -1, rank.found.step + rank.first_step),
         "phase": pl.Series(SPAN_PHASES, dtype=pl.String).gather(rank.found.phase),
-        "name": _names(rank, spans.kind, spans.tag),
-        "start_ns": spans.start_ns,
-        "duration_ns": spans.end_ns - spans.start_ns,
-        "self_ns": nested.self_ns,
+        "name": _names(rank, spans.kind, spans.tag), "start_ns": spans.start_ns,
+        "duration_ns": spans.end_ns - spans.start_ns, "self_ns": nested.self_ns,
     })  # fmt: skip
     return pl.concat([found, pause_frame(rank)]).sort("start_ns", maintain_order=True)
 
@@ -464,12 +452,9 @@ def pause_frame(rank: RankSegments) -> pl.DataFrame:
     kind, place = np.append(saves.kind, events.kind), np.append(of_save, place)
     duration = np.append(saves.end_ns - saves.start_ns, events.end_ns - events.start_ns)
     return _of_rank(rank, {
-        "step": place,
-        "phase": np.where(kind == schema.GC, GC_PHASE, SAVE_PHASE),
-        "name": [None] * len(place),
-        "start_ns": np.append(saves.start_ns, events.start_ns),
-        "duration_ns": duration,
-        "self_ns": duration,
+        "step": place, "phase": np.where(kind == schema.GC, GC_PHASE, SAVE_PHASE),
+        "name": [None] * len(place), "start_ns": np.append(saves.start_ns, events.start_ns),
+        "duration_ns": duration, "self_ns": duration,
     })  # fmt: skip
 
 

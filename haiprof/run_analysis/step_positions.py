@@ -120,14 +120,9 @@ def step_positions(
     if compiled is not None:
         position = np.where(is_inside(*compiled, start), COMPILE, position)
     return StepPositions(
-        start_ns=start,
-        end_ns=end,
-        position=position,
-        around_closure=around,
-        collecting=is_inside(*union(*pauses.times), start),
-        period=period,
-        step_count=count,
-    )
+        start_ns=start, end_ns=end, position=position, around_closure=around,
+        collecting=is_inside(*union(*pauses.times), start), period=period, step_count=count,
+    )  # fmt: skip
 
 
 def innermost_phase(found: Segmentation, time_ns: Ints) -> Ints:

@@ -237,12 +237,9 @@ def find_boundaries(tokens: TrainTokens) -> Boundaries:
     has_begun = len(pending) > 0 and len(head) > 0  # the next step, when the recording ended
     boundary, confidence = _grade(tokens, by_loader, split[step_segment], run[head], run)
     return Boundaries(
-        first=np.append(first, pending[0] if has_begun else rest),
-        last_closing=last,
-        by_loader=np.append(by_loader, has_begun),
-        boundary=boundary,
-        confidence=confidence,
-    )
+        first=np.append(first, pending[0] if has_begun else rest), last_closing=last,
+        by_loader=np.append(by_loader, has_begun), boundary=boundary, confidence=confidence,
+    )  # fmt: skip
 
 
 def _runs(tokens: TrainTokens, closing: Ints, segment: Ints) -> Ints:
@@ -487,25 +484,16 @@ def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segme
     of_optimizer = np.append(kind, 0)[nested.parent] == schema.OPTIMIZER
     optimizer = _counts(step, (kind == schema.OPTIMIZER) & ~of_optimizer, count)
     steps = StepColumns(
-        start_ns=start,
-        end_ns=end,
-        step_ns=step_ns,
-        host_ns=host,
-        other_ns=step_ns - host.sum(axis=0),
-        micro_step_count=_counts(step, micro, count),
+        start_ns=start, end_ns=end, step_ns=step_ns, host_ns=host,
+        other_ns=step_ns - host.sum(axis=0), micro_step_count=_counts(step, micro, count),
         optimizer_step_count=optimizer,
         skipped=(_counts(step, kind == schema.SCALER, count) > 0) & (optimizer == 0),
-        boundary=found.boundary,
-        confidence=found.confidence,
-    )
+        boundary=found.boundary, confidence=found.confidence,
+    )  # fmt: skip
     return Segmentation(
-        nested=nested,
-        phase=phase,
-        step=step,
-        steps=steps,
-        evaluations=evaluated,
+        nested=nested, phase=phase, step=step, steps=steps, evaluations=evaluated,
         unfinished_micro_step_count=int((left[nested.top] & micro).sum()),
-    )
+    )  # fmt: skip
 
 
 def _training(
@@ -522,11 +510,9 @@ def _training(
         else _repeating_tokens(spans.tag[trained], kind[trained], source)
     )
     return TrainTokens(
-        row=trained,
-        eval_after=after[~evaluation],
-        evaluations=Intervals(spans.start_ns[row[begins]], spans.end_ns[row[ends]]),
-        **tokens,
-    )
+        row=trained, eval_after=after[~evaluation],
+        evaluations=Intervals(spans.start_ns[row[begins]], spans.end_ns[row[ends]]), **tokens,
+    )  # fmt: skip
 
 
 def _train_tokens(nested: Nested, kind: Codes, outer: Ints, evaluation: Bools) -> dict[str, Any]:
@@ -545,13 +531,10 @@ def _train_tokens(nested: Nested, kind: Codes, outer: Ints, evaluation: Bools) -
     at_work = np.append(~evaluation & ~LOADER[kind[outer]], False)[1:]
     early_end = (token == schema.DATA_END) & at_work[~evaluation]  # one batch was fetched ahead
     return {
-        "closing": closing,
-        "tag": _optimizer_tags(nested, kind, inner)[row],
-        "work": work & ~closing,
-        "holds_work": closing & holds_work & (token != schema.BACKWARD),
-        "fetch": FETCH[token] | early_end,
-        "by": BY_BACKWARD if by_backward else None,
-    }
+        "closing": closing, "tag": _optimizer_tags(nested, kind, inner)[row],
+        "work": work & ~closing, "holds_work": closing & holds_work & (token != schema.BACKWARD),
+        "fetch": FETCH[token] | early_end, "by": BY_BACKWARD if by_backward else None,
+    }  # fmt: skip
 
 
 def _holders(nested: Nested, inner: Ints) -> Bools:

@@ -178,22 +178,14 @@ def _window(
     said_ns = integer(line.get("stall_ns"))  # with what the rehearsal before it took
     trace, execution = _trace_files(files, stem)
     return read_record(
-        TraceWindow,
-        both,
-        rank=rank,
-        attempt=attempt,
-        state=text(line.get("state")) or ("cut" if cut else "recorded"),
-        trigger=trigger,
-        reason=cut if reason in (None, *TRIGGERS) else reason,
-        first_step=integer(first),
-        end_step=integer(end),
-        lead_ns=stalls["start_ns"] or 0,
+        TraceWindow, both, rank=rank, attempt=attempt,
+        state=text(line.get("state")) or ("cut" if cut else "recorded"), trigger=trigger,
+        reason=cut if reason in (None, *TRIGGERS) else reason, first_step=integer(first),
+        end_step=integer(end), lead_ns=stalls["start_ns"] or 0,
         tail_ns=(stalls["stop_ns"] or 0) + (stalls["export_ns"] or 0),
-        stall_ns=sum(known) if said_ns is None and known else said_ns,
-        stem=stem,
-        path=trace,
+        stall_ns=sum(known) if said_ns is None and known else said_ns, stem=stem, path=trace,
         et_path=execution,
-    )
+    )  # fmt: skip
 
 
 def _trace_files(files: RunFiles, stem: str | None) -> tuple[Path | None, Path | None]:

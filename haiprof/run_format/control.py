@@ -107,23 +107,17 @@ def is_arguments(value: object) -> bool:
 
 
 REQUEST: Schema = {
-    "id": is_id,
-    "kind": is_word,
-    "arguments": is_arguments,
-    "expires_wall_ns": is_count,
+    "id": is_id, "kind": is_word, "arguments": is_arguments, "expires_wall_ns": is_count,
     "ranks": is_none_or(is_ranks),
-}
+}  # fmt: skip
 """Asks ranks for something."""
 QUESTION: Schema = {name: REQUEST[name] for name in ("id", "kind", "arguments")}
 """What a rank reads of a request; the agent has checked the rest."""
 HELLO: Schema = {"rank": is_rank, "attempt": is_count}
 """A rank says to the agent of its node who it is."""
 MEMBER: Schema = {
-    "name": is_name,
-    "rank": is_rank,
-    "host": is_none_or(is_text),
-    "pid": is_none_or(is_count),
-}
+    "name": is_name, "rank": is_rank, "host": is_none_or(is_text), "pid": is_none_or(is_count),
+}  # fmt: skip
 """An agent says to the controller which rank it has."""
 REPLY: Schema = {"state": is_word, "reason": is_none_or(is_string)}
 """What every reply has. The rest depends on the request; whoever sent that reads it."""
@@ -181,21 +175,15 @@ class Request:
 
 
 def new_request(
-    kind: str,
-    arguments: Mapping[str, Any] | None = None,
-    *,
-    valid_s: float,
+    kind: str, arguments: Mapping[str, Any] | None = None, *, valid_s: float,
     ranks: tuple[int, ...] | None = None,
-) -> Request:
+) -> Request:  # fmt: skip
     """A request with an id of its own, valid for so many seconds from now."""
     now = time.time_ns()
     return Request(
-        id=f"{now // 1_000_000:x}-{os.urandom(3).hex()}",
-        kind=kind,
-        arguments=arguments or {},
-        expires_wall_ns=now + round(valid_s * _NS_PER_S),
-        ranks=ranks,
-    )
+        id=f"{now // 1_000_000:x}-{os.urandom(3).hex()}", kind=kind, arguments=arguments or {},
+        expires_wall_ns=now + round(valid_s * _NS_PER_S), ranks=ranks,
+    )  # fmt: skip
 
 
 def post_request(run: RunPaths, request: Request) -> None:

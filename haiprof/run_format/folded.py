@@ -145,21 +145,14 @@ def read_of_one_folding(path: Path, read: Callable[[], T]) -> T:
 
 
 def write_folded(
-    path: Path,
-    sections: Mapping[str, tuple[Sequence[Column], bytes]],
-    *,
-    facts: Mapping[str, object],
-    stack_lines: Sequence[Mapping[str, object]],
-    clock: Mapping[str, int],
-    below: Path,
-) -> None:
+    path: Path, sections: Mapping[str, tuple[Sequence[Column], bytes]], *,
+    facts: Mapping[str, object], stack_lines: Sequence[Mapping[str, object]],
+    clock: Mapping[str, int], below: Path,
+) -> None:  # fmt: skip
     """Puts it in place at once; what it stands for may be removed once this has returned."""
     lines = b"".join(json.dumps(line).encode() + b"\n" for line in stack_lines)
     header = {
-        "format": FORMAT_NAME,
-        "version": SCHEMA_VERSION,
-        "table": FOLDED,
-        "clock": dict(clock),
+        "format": FORMAT_NAME, "version": SCHEMA_VERSION, "table": FOLDED, "clock": dict(clock),
         "facts": dict(facts),
         "sections": [
             {"table": name, "columns": [[c.name, c.type, c.unit, c.kind] for c in columns],

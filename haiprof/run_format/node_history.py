@@ -60,11 +60,9 @@ def history_table(table: Table, tier: Tier) -> Table:
         table.name,
         (
             Column("time_ns", "i64", "ns", "time", "Unix time of a sample, or of the begin"),
-            Column("sample_count", "u32", "count", "gauge", "samples in it"),
-            *keys,
-            *values,
+            Column("sample_count", "u32", "count", "gauge", "samples in it"), *keys, *values,
         ),
-    )
+    )  # fmt: skip
 
 
 def metric_of(column: Column) -> tuple[str, str]:

@@ -92,12 +92,9 @@ def parse_stem(name: str) -> Stem | None:
     if found is None:
         return None
     return Stem(
-        text=found["stem"],
-        rank=int(found["rank"]),
-        host=found["host"],
-        pid=int(found["pid"]),
+        text=found["stem"], rank=int(found["rank"]), host=found["host"], pid=int(found["pid"]),
         start_wall_ns=int(found["start"]),
-    )
+    )  # fmt: skip
 
 
 def complete_parts(run: layout.RunPaths, host: str | None = None) -> list[Part]:

@@ -98,16 +98,12 @@ def read_ring(data: bytes) -> Ring | None:
         if 0 < start >> TAG_BITS <= end >> TAG_BITS and start & TAG_MASK in KIND_NAMES
     ]
     return Ring(
-        records=tuple(sorted(sound, key=lambda pair: pair[1] >> TAG_BITS)),
-        count=words[COUNT],
-        settled=min(words[SETTLED], words[COUNT]),
-        opens_ns=words[OPENS_NS],
-        closes_ns=words[CLOSES_NS],
-        ended=words[STATE] == ENDED,
-        step_count=words[STEPS],
+        records=tuple(sorted(sound, key=lambda pair: pair[1] >> TAG_BITS)), count=words[COUNT],
+        settled=min(words[SETTLED], words[COUNT]), opens_ns=words[OPENS_NS],
+        closes_ns=words[CLOSES_NS], ended=words[STATE] == ENDED, step_count=words[STEPS],
         open_ns={
             name: words[OPEN + kind]
             for kind, name in KIND_NAMES.items()
             if 0 < words[OPEN + kind] < NEVER
         },
-    )
+    )  # fmt: skip

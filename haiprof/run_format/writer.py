@@ -35,14 +35,11 @@ class RecordWriter:
         self.dropped_bytes = 0
         self.file = OwnFile(path, partial(create_file, below=path.parents[_DEPTH], append=True))
         content = {
-            "format": FORMAT_NAME,
-            "version": SCHEMA_VERSION,
-            "table": table.name,
+            "format": FORMAT_NAME, "version": SCHEMA_VERSION, "table": table.name,
             "record_bytes": table.record_bytes,
             "columns": [[c.name, c.type, c.unit, c.kind] for c in table.columns],
-            "clock": asdict(clock),
-            **extra,
-        }
+            "clock": asdict(clock), **extra,
+        }  # fmt: skip
         text = json.dumps(content).encode()
         header = text + b" " * (-(len(text) + 1) % _HEADER_ALIGN_BYTES) + b"\n"
         if self.file.write(header) != len(header):
