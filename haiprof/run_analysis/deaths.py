@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
@@ -198,25 +199,23 @@ def gather_evidence(
 
 def find_deaths(evidence: Evidence) -> list[Death]:
     """The deaths of a job in order: of each start of ranks that failed; none for a clean end."""
-    generations = sorted({end.generation for end in _ranks(evidence.ends)}) or [0]
-    manifest, found = evidence.files.manifest, []
-    for generation in generations:
-        final = generation == generations[-1]
-        ends = {
-            end.rank: end
-            for end in _ranks(evidence.ends)
-            if end.rank is not None and end.generation == generation
-        }
-        is_over = manifest is not None and manifest.end_wall_ns is not None
-        has_failed = is_over and bool(manifest and (manifest.signal or manifest.exit_status))
+    about, found, trained = evidence.files.about, list[Death](), set[int]()
+    starts: dict[int, dict[int, ProcessEnd]] = defaultdict(dict)
+    for end in evidence.ends:
+        if end.rank is not None and not end.helper:
+            starts[end.generation][end.rank] = end
+            if end.started_ns is not None or end.step:  # as far as is known, it has ended a step
+                trained.add(end.generation)
+    for generation, ends in sorted(starts.items()) or [(0, {})]:
+        final = generation == max(starts, default=0)
         told = evidence.scheduler if final else ()
-        has_failed |= not is_over and any(end.failed for end in told)
+        has_failed = bool(about.signal or about.exit_status)
+        if about.end_wall_ns is None:
+            has_failed = any(end.failed for end in told)
         if not final or has_failed or any(e.over and not e.clean for e in ends.values()):
             death = _Case(evidence, ends, told).judge()
             lines = tuple(line for end in told for line in end.lines)
             found.append(replace(death, generation=generation, final=final, scheduler=lines))
-    # As far as is known, a rank of these has ended a step.
-    trained = {e.generation for e in _ranks(evidence.ends) if e.started_ns is not None or e.step}
     last = found[-1] if len(found) > 1 else None
     if last and last.final and last.cause in _WITHOUT_A_REASON and last.generation not in trained:
         found[-1] = _add_what_began_it(found, trained)
@@ -238,10 +237,6 @@ def _add_what_began_it(found: Sequence[Death], trained: Collection[int]) -> Deat
         f"{waited if last.message is None else ''}",
         generation=last.generation, final=True,
     )  # fmt: skip
-
-
-def _ranks(ends: Iterable[ProcessEnd]) -> list[ProcessEnd]:
-    return [end for end in ends if end.rank is not None and not end.helper]
 
 
 class _Case:
@@ -306,8 +301,8 @@ class _Case:
         if gone:
             ranks = tuple(e.rank for e in gone if e.rank is not None)
             return self._blame_end("gone", ranks, f"{ranks_text(ranks)} died", gone[0])
-        manifest = self.evidence.files.manifest
-        status = None if manifest is None else manifest.signal or manifest.exit_status
+        about = self.evidence.files.about
+        status = about.signal or about.exit_status
         what = f"the job ended with {status}, and no rank says why" if status is not None else \
             "ranks were ended, and nothing says why"  # fmt: skip
         return self._death("unknown", (), what, certain=False)
@@ -356,7 +351,6 @@ class _Case:
                   and (e.error is not NO_ERROR or e.signal not in ENDING)]  # fmt: skip
         failed += [self.ends[rank].failed_ns for rank in self.victims]
         first = min((time for time in failed if time is not None), default=None)
-        manifest = self.evidence.files.manifest
         signals = [s for s in self.evidence.signals if s.signal in ENDING]
         last = max((e.wall_ns or 0 for e in self.ends.values()), default=0)
         # Ranks that got it too may have died of it before the launcher read its own. An earlier one
@@ -365,7 +359,7 @@ class _Case:
         died_of = {end.signal for end in self.ends.values()}
         matching = [s for s in early if died_of == {s.signal}]
         came = next(iter(matching or early), None)
-        if came is None or (manifest is not None and manifest.exit_status == 0):
+        if came is None or self.evidence.files.about.exit_status == 0:
             return None
         name, at_ns = signal_name(came.signal), came.wall_ns
         # Much later the job ran on: it took it as something else.
@@ -614,7 +608,6 @@ class _Case:
 
     def _launcher(self) -> Death | None:
         """No rank failed: the launcher itself did, or the job before any rank was known."""
-        manifest = self.evidence.files.manifest
         for end in self.evidence.ends:
             own = end.error.is_failure and end.how != "printed" and not is_launchers(end.error)
             if end.rank is None and own:
@@ -622,7 +615,7 @@ class _Case:
                 own |= end.ran_out_of_gpu_memory or end.how == "terminate"
                 cause = kind_of(end) if own else "launcher"
                 return self._blame_end(cause, (), f"process {end.pid} died", end, certain=True)
-            first = manifest is not None and end.pid == manifest.job_pid
+            first = end.pid == self.evidence.files.about.job_pid
             failed = any(each.over and not each.clean for each in self.ends.values())
             left = bool(self.ends) and end.signal is not None and not failed
             if first and end.over and not end.clean and (left or not self.ends):
@@ -649,9 +642,7 @@ class _Case:
         died = end.failed_ns if died_ns is None else died_ns
         hung = cause in ("hang", "deadlock") and bool(ranks) and self.behind.keys() >= set(ranks)
         fates = self._fates(ranks, hung=hung)
-        tail = _victims_text(
-            [f for f in fates if f.rank in self.victims or f.rank in self.stopped], died
-        )
+        tail = _victims_text([f for f in fates if f.rank in {**self.victims, **self.stopped}], died)
         frames = error.frames
         if end.crashed_at and not frames:
             frames, frame = end.crashed_at, own_frame(end.crashed_at)
@@ -696,8 +687,7 @@ class _Case:
         """What stands there, as an exception that ended it at this line noted it, or its file."""
         errors = (self.ends[rank].error for rank in ranks[:1] if rank in self.ends)
         noted = (e.source for e in errors if e.location == line)
-        manifest = self.evidence.files.manifest
-        since_ns = manifest.start_wall_ns if manifest is not None else 0
+        since_ns = self.evidence.files.about.start_wall_ns
         is_there = frame_text(frame) == line.partition(" → ")[0]
         return next(noted, "") or (code_at(*frame[:2], since_ns) if is_there else "")
 
@@ -823,8 +813,8 @@ class _Case:
 
     def _stood_still(self, time_ns: int) -> str:
         """For how long no step had ended by then, where that is much longer than steps take."""
-        last, manifest = self._last_step(), self.evidence.files.manifest
-        if last is None or (manifest is not None and manifest.options.get("time_s")):
+        last = self._last_step()
+        if last is None or self.evidence.files.about.options.get("time_s"):
             return ""  # its recording may have ended before
         silent_ns = time_ns - last.end_ns
         if silent_ns < max(_STILL_NS, _STILL_STEPS * last.usual_ns):
@@ -910,7 +900,7 @@ def _outer_cause(came: Arrived, files: RunFiles) -> tuple[str, str]:
 
 def _was_requeued(files: RunFiles) -> bool:
     """Whether a later start of the same Slurm job is in the same log directory."""
-    own = files.manifest.environment if files.manifest is not None else {}
+    own = files.about.environment
     for folder in run_folders(files.paths.root.parent) if own.get("slurm_job") else ():
         with contextlib.suppress(HaiprofError):
             other = read_manifest(RunPaths(folder)).environment

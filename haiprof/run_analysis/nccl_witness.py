@@ -120,7 +120,7 @@ def _name(row: pl.DataFrame) -> str:
 def nccl_report(files: RunFiles, *, limit_bytes: int = nccl_files.LIMIT_BYTES) -> NcclReport:
     """What the processes of a run wrote, each rank's last attempt."""
     paths, notes = files_of_run(files)
-    until_ns = (files.manifest.end_wall_ns if files.manifest else None) or time.time_ns()
+    until_ns = files.about.end_wall_ns or time.time_ns()
     report = _report(paths, _known_processes(files), until_ns, limit_bytes)
     collectives = report.collectives.drop_nulls("rank")
     if collectives.is_empty() and report.collectives.height:
@@ -186,10 +186,7 @@ def _behind(part: pl.DataFrame, interval_ns: int) -> pl.DataFrame:
 
 def files_of_run(files: RunFiles) -> tuple[list[Path], list[str]]:
     """Files where the variables of the ranks say, and notes on folders that are not here."""
-    manifest = files.manifest
-    cwd = Path(manifest.cwd) if manifest is not None else Path()
-    job = manifest.environment.get("slurm_job") if manifest is not None else None
-    start_ns = manifest.start_wall_ns if manifest is not None else 0
+    cwd, job = Path(files.about.cwd), files.about.environment.get("slurm_job")
     wanted: dict[Path, set[re.Pattern[str]]] = {}
     for rank in files.ranks:
         variables = mapping(rank.last("environment").get("variables"))
@@ -203,7 +200,7 @@ def files_of_run(files: RunFiles) -> tuple[list[Path], list[str]]:
             wanted.setdefault(path.parent, set()).add(re.compile(pattern))
     found, notes = [], []
     for folder, patterns in wanted.items():
-        inside = _inside(folder, since_ns=start_ns)
+        inside = _inside(folder, since_ns=files.about.start_wall_ns)
         own = [path for path in inside if any(each.fullmatch(path.name) for each in patterns)]
         if folder.is_absolute():  # else of a run whose own folder is not known
             found += own

@@ -370,11 +370,10 @@ def run_record(
         _start(files, number, own.get(number), ends, by_generation.get(number))
         for number in sorted({*own, *by_generation})
     ]
-    manifest = files.manifest
-    if manifest is not None and manifest.exit_status == 0 and starts and starts[-1].why is None:
+    if files.about.exit_status == 0 and starts and starts[-1].why is None:
         starts[-1] = replace(starts[-1], ended_well=True)
-    start_ns, end_ns = (manifest.start_wall_ns, manifest.end_wall_ns) if manifest else (0, None)
-    start_ns = start_ns or min((s.process_ns for s in starts if s.process_ns), default=0)
+    end_ns, begins = files.about.end_wall_ns, (s.process_ns for s in starts if s.process_ns)
+    start_ns = files.about.start_wall_ns or min(begins, default=0)
     signs = [start_ns, *(start.times.end_ns for start in starts if start.times is not None)]
     signs += filter(None, [*(s.ended_ns for s in starts), *(end.wall_ns for end in ends)])
     return RunRecord(

@@ -216,9 +216,17 @@ class RunFiles:
     """Processes in which the hook could not be loaded, with the error."""
     notes: tuple[str, ...]  # what was damaged, ranks and nodes apart
 
+    @property
+    def about(self) -> Manifest:
+        """The manifest; an empty one where it is damaged."""
+        return self.manifest or _NO_MANIFEST
+
     def last_attempts(self) -> dict[int, RankFiles]:
         """The last attempt of each rank."""
         return {r.rank: r for r in sorted(self.ranks, key=lambda r: (r.rank, r.attempt))}
+
+
+_NO_MANIFEST = Manifest(haiprof_version="", name="", command=[])
 
 
 def node_notes(node: NodeFiles) -> list[str]:

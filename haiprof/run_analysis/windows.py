@@ -206,14 +206,13 @@ def _not_reached(
     files: RunFiles, step_counts: Mapping[Key, int], told: set[Key]
 ) -> Iterator[TraceWindow]:
     """Ranks that ended before their window began, where one was asked for."""
-    manifest = files.manifest
-    if manifest is None or manifest.options.get("trace") is not True:
+    if files.about.options.get("trace") is not True:
         return
-    steps = manifest.options.get("steps")
+    steps = files.about.options.get("steps")
     head = steps.partition(":")[0] if isinstance(steps, str) else ""
     first = int(head) if head.isdecimal() and len(head) < 10 else None
     for rank in files.ranks:
-        ended = manifest.end_wall_ns is not None or rank.of_type("record_end")
+        ended = files.about.end_wall_ns is not None or rank.of_type("record_end")
         if (rank.rank, rank.attempt) not in told and ended:
             why = _why_not_reached(rank, step_counts.get((rank.rank, rank.attempt)), first)
             yield TraceWindow(rank=rank.rank, attempt=rank.attempt, state=NOT_REACHED, reason=why)
