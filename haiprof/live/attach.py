@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -19,13 +18,7 @@ from typing import Any
 
 from haiprof.agent.node_agent import Agent
 from haiprof.agent.trace_finisher import Finisher
-from haiprof.base.errors import (
-    HaiprofError,
-    MissingDataError,
-    MissingExtraError,
-    RunFormatError,
-    UsageError,
-)
+from haiprof.base.errors import HaiprofError, MissingDataError, MissingExtraError, UsageError
 from haiprof.base.options import Options
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.launch.run_directories import RunCopies, create_run, find_open_folder
@@ -38,13 +31,13 @@ from haiprof.live.external_sampling import (
     sample_stacks,
     why_not_enter,
 )
-from haiprof.live.find import RunningJob, as_member, ask, members, recording_has_ended
-from haiprof.live.trace_now import Progress, TraceNow, collect, trace_now, wait
+from haiprof.live.find import Progress, RunningJob, as_member, ask, members, recording_has_ended
+from haiprof.live.trace_now import TraceNow, collect, trace_now, wait
 from haiprof.run_analysis.run_files import objects
 from haiprof.run_format.boot import BOOT_FOLDER
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
-from haiprof.run_format.reader import read_json
+from haiprof.run_format.reader import try_read_json
 from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.secrets import mask_command
 from haiprof.run_format.writer import write_json
@@ -126,8 +119,7 @@ def inject(process: Process, run: RunPaths) -> str | None:
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     limit = time.monotonic() + ANSWER_S
     while time.monotonic() < limit:
-        with contextlib.suppress(RunFormatError):  # missing yet, or incomplete
-            answer = read_json(run.injection_result(process.pid))
+        if answer := try_read_json(run.injection_result(process.pid)):  # whole by now
             return None if answer.get("state") == "done" else str(answer.get("reason"))
         time.sleep(_POLL_S)
     return "no answer: its main thread runs no Python code (it waits inside a C function)"
@@ -140,8 +132,7 @@ def are_settled(processes: Sequence[Process]) -> bool:
     mapped, since = [_libraries(pid) for pid in pids], time.monotonic()
     while pids and time.monotonic() < limit:
         time.sleep(_SETTLE_POLL_S)
-        now = [_libraries(pid) for pid in pids]
-        if now != mapped:
+        if (now := [_libraries(pid) for pid in pids]) != mapped:
             mapped, since = now, time.monotonic()
         elif time.monotonic() > since + _SETTLED_S and not any(_imports(pid) for pid in pids):
             return True
@@ -179,8 +170,7 @@ class AttachedAgent:
         self, run: RunPaths, manifest: Manifest, options: Options,
         copies: Callable[[RunPaths], RunCopies] | None,
     ) -> None:  # fmt: skip
-        self.run = run
-        self.manifest = manifest
+        self.run, self.manifest = run, manifest
         self.failure: str | None = None
         """Why it stopped early."""
         self._agent = Agent(run, options)
@@ -216,17 +206,6 @@ class AttachedAgent:
                     self._finisher.tick()
         except OSError as error:  # the run directory is gone, or the disk is full
             self.failure = str(error)
-
-
-def create_attached(
-    options: Options, *, name: str, command: list[str], cwd: str, environment: Mapping[str, Any]
-) -> tuple[RunPaths, Manifest]:
-    """Makes the run directory of an attached recording: `attach-<name>-<time>-<id>`."""
-    options = replace(options, name="", run_id="")
-    run, manifest, _ = create_run(options, command=command, name=f"attach-{name}", environ={})
-    manifest = replace(manifest, cwd=cwd, environment={**environment, "attached": True})
-    write_manifest(run, manifest)
-    return run, manifest
 
 
 REPORT_S = 60.0
@@ -288,34 +267,23 @@ def attach_job(job: RunningJob, request: AttachRequest, progress: Progress) -> A
         # The job is being recorded: waits for the time, whose part is then judged.
         progress("it is recorded already")
         between, trace = collect(job.run, request.time_s, trace=request.trace, progress=progress)
+        ranks = tuple(member.rank for member in members(job.run))
         return Attached(
-            run=str(job.run.root),
-            how=RECORDED,
-            between=between,
-            ranks=tuple(member.rank for member in members(job.run)),
-            trace=trace,
+            run=str(job.run.root), how=RECORDED, between=between, ranks=ranks, trace=trace
         )
-    return _resume(job, request, progress)
-
-
-def _resume(job: RunningJob, request: AttachRequest, progress: Progress) -> Attached:
-    """Its recording has ended: its ranks install the hooks again, with a new run directory."""
-    manifest = job.manifest
-    options = Options(time_s=request.time_s, log_dir=job.run.root.parent, quiet=True)
-    run, new = create_attached(
-        options, name=manifest.name, command=manifest.command, cwd=manifest.cwd,
-        environment=manifest.environment,
+    # Its recording has ended: its ranks install the hooks again, with a new run directory.
+    old = job.manifest
+    run, agent = _new_run(
+        job.run.root.parent, request, name=old.name, command=old.command, cwd=old.cwd,
+        environment=old.environment,
     )  # fmt: skip
-    with AttachedAgent(run, new, options, request.copies) as agent:
+    with agent:
         progress("asking its ranks to record again")
         answers = ask(job.run, "activate", {"name": run.root.name}, timeout_s=ASK_S)
-        refused = {
-            member: str(reply.get("reason"))
-            for member, reply in answers.replies.items()
-            if reply.get("state") != "done"
-        }
+        said = answers.replies
+        refused = {n: str(r.get("reason")) for n, r in said.items() if r.get("state") != "done"}
         refused |= {member.name: "no answer" for member in answers.silent}
-        count = len(answers.replies) - sum(name in answers.replies for name in refused)
+        count = len(said.keys() - refused.keys())
         return _record(run, agent, request, RESUMED, count, refused, progress)
 
 
@@ -336,7 +304,7 @@ def attach_injecting(
             "cannot enter: a process loads libraries all the time, and would not survive another",
             hint="nothing was changed; try again when it trains steadily",
         )
-    run, agent = _new_run(processes, request)
+    run, agent = _new_run_of(processes[0], request)
     with agent:
         write_payload(run)
         refused = {str(p.pid): why for p in processes if (why := inject(p, run)) is not None}
@@ -348,45 +316,45 @@ def attach_sampling(
     processes: Sequence[Process], request: AttachRequest, progress: Progress
 ) -> Attached:
     """Samples counters and stacks of processes from outside, without changing them."""
-    run, agent = _new_run(processes, request)
-    for place, process in enumerate(processes):
-        _report_for(run, place if process.rank is None else process.rank, process)
+    run, agent = _new_run_of(processes[0], request)
+    ranks = tuple(at if each.rank is None else each.rank for at, each in enumerate(processes))
+    for rank, process in zip(ranks, processes, strict=True):
+        _report_for(run, rank, process)
     with agent:
         began = time.time_ns()
         named = "; ".join(f"{p.pid} ({shlex.join(p.command)[:60]})" for p in processes[:4])
         more = f" and {len(processes) - 4} more" if len(processes) > 4 else ""
         only = "" if find_spy() else f", at counters alone: {NO_SPY}"
         progress(f"looking from outside for {request.time_s:g} s at {named}{more}{only}")
-        began_s = time.monotonic()
+        until_s = time.monotonic() + request.time_s
         seen = sample_stacks(processes, run, seconds=request.time_s)
-        left = request.time_s - (time.monotonic() - began_s)
-        if left > 0:  # without stacks there are still the counters
-            time.sleep(left)
+        time.sleep(max(until_s - time.monotonic(), 0.0))  # without stacks there are the counters
         content = {"version": 1, "seen": [asdict(each) for each in seen]}
         write_json(run.external_samples_json, content, below=run.root)
-    return Attached(
-        run=str(run.root),
-        how=OUTSIDE,
-        between=(began, time.time_ns()),
-        ranks=tuple(p.rank if p.rank is not None else i for i, p in enumerate(processes)),
-        seen=tuple(seen),
-    )
+    between = began, time.time_ns()
+    return Attached(run=str(run.root), how=OUTSIDE, between=between, ranks=ranks, seen=tuple(seen))
 
 
-def _new_run(
-    processes: Sequence[Process], request: AttachRequest
-) -> tuple[RunPaths, AttachedAgent]:
-    first = processes[0]
-    options = Options(time_s=request.time_s, log_dir=request.log_dir or Options.log_dir, quiet=True)
+def _new_run_of(first: Process, request: AttachRequest) -> tuple[RunPaths, AttachedAgent]:
     try:
         cwd = os.readlink(f"/proc/{first.pid}/cwd")
     except OSError:
         cwd = ""
     scripts = [word for word in first.command[1:] if word.endswith(".py")]
     name = Path(scripts[0]).stem if scripts else str(first.pid)
-    run, manifest = create_attached(
-        options, name=name, command=list(first.command), cwd=cwd, environment={}
-    )
+    folder, command = request.log_dir or Options.log_dir, list(first.command)
+    return _new_run(folder, request, name=name, command=command, cwd=cwd, environment={})
+
+
+def _new_run(
+    log_dir: Path, request: AttachRequest, *, name: str, command: list[str], cwd: str,
+    environment: Mapping[str, Any],
+) -> tuple[RunPaths, AttachedAgent]:  # fmt: skip
+    """The run directory of an attached recording, `attach-<name>-<time>-<id>`, and its agent."""
+    options = Options(time_s=request.time_s, log_dir=log_dir, quiet=True)
+    run, manifest, _ = create_run(options, command=command, name=f"attach-{name}", environ={})
+    manifest = replace(manifest, cwd=cwd, environment={**environment, "attached": True})
+    write_manifest(run, manifest)
     return run, AttachedAgent(run, manifest, options, request.copies)
 
 
@@ -429,13 +397,9 @@ def _record(
     if agent.failure is not None:
         progress(f"the node's agent stopped: {agent.failure}")
     return Attached(
-        run=str(run.root),
-        how=how,
-        between=(began, time.time_ns()),
+        run=str(run.root), how=how, between=(began, time.time_ns()), refused=refused, trace=trace,
         ranks=tuple(sorted(_reported_ranks(run))),
-        refused=refused,
-        trace=trace,
-    )
+    )  # fmt: skip
 
 
 def _reported_ranks(run: RunPaths) -> dict[int, RankPaths]:
@@ -444,8 +408,5 @@ def _reported_ranks(run: RunPaths) -> dict[int, RankPaths]:
 
 def _is_over(paths: RankPaths) -> bool:
     """Whether a rank has ended its recording, or is gone."""
-    try:
-        report = read_json(paths.report)
-    except RunFormatError:
-        return False
-    return recording_has_ended(paths) or as_member("", 0, report).has_ended
+    report = try_read_json(paths.report)
+    return bool(report) and (recording_has_ended(paths) or as_member("", 0, report).has_ended)

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,9 +57,9 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
         ranks, where = ranks_among(pids, proc=proc), ""
     recorded = {rank.pid: run for rank in ranks if (run := _recorded_in(rank)) is not None}
     if ranks and len(recorded) == len(ranks):
+        runs = ", ".join(sorted(set(recorded.values())))
         raise UsageError(
-            f"{name}: haiprof records all that trains{where}",
-            hint=f"name the job: {', '.join(sorted(set(recorded.values())))}",
+            f"{name}: haiprof records all that trains{where}", hint=f"name the job: {runs}"
         )
     ranks = [rank for rank in ranks if rank.pid not in recorded]
     parents = {rank.parent: is_launcher(command_line(rank.parent, proc=proc)) for rank in ranks}
@@ -73,9 +74,9 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
             hint="name one of them by its process id",
         )
     if not ranks:
+        no_job = "" if name.isdigit() else ", and no job of that name"
         raise RunNotFoundError(
-            f"{name}: no process of yours that has PyTorch loaded"
-            + ("" if name.isdigit() else ", and no job of that name"),
+            f"{name}: no process of yours that has PyTorch loaded{no_job}",
             hint="haiprof ls --live lists jobs under haiprof; or name a process id",
         )
     return ranks
@@ -172,23 +173,18 @@ def sample_stacks(
     chosen = [(p.rank if p.rank is not None else place, p) for place, p in numbered[::step]]
     if command is None:
         return [SampledStacks(rank=rank, pid=p.pid, problem=NO_SPY) for rank, p in chosen]
+    seen = []
     with MadeFolder.temporary("haiprof-") as folder:
-        paths = [folder / str(rank) for rank, _ in chosen]
-        children = [
-            _start(command, process.pid, path, seconds)
-            for path, (_, process) in zip(paths, chosen, strict=True)
-        ]
-        seen = []
-        for path, child, (rank, process) in zip(paths, children, chosen, strict=True):
+        children = [_start(command, p.pid, folder / str(rank), seconds) for rank, p in chosen]
+        for child, (rank, process) in zip(children, chosen, strict=True):
             problem = _outcome(child, seconds + _GRACE_S)
-            stacks = _main_stacks(path)
-            text = "".join(f"{';'.join(frames)} {count}\n" for frames, count in stacks)
-            if stacks:
+            if stacks := _main_stacks(folder / str(rank)):
+                text = "".join(f"{';'.join(frames)} {count}\n" for frames, count in stacks)
                 write_file(run.stacks(rank), text.encode(), below=run.root)
                 seen.append(judge(rank, process.pid, stacks))
             else:
                 seen.append(SampledStacks(rank=rank, pid=process.pid, problem=problem))
-        return seen
+    return seen
 
 
 def read_samples(run: RunPaths) -> list[SampledStacks]:
@@ -196,8 +192,7 @@ def read_samples(run: RunPaths) -> list[SampledStacks]:
     seen = objects(try_read_json(run.external_samples_json).get("seen"))
     return [
         SampledStacks(
-            rank=integer(each.get("rank")) or 0,
-            pid=integer(each.get("pid")) or 0,
+            rank=integer(each.get("rank")) or 0, pid=integer(each.get("pid")) or 0,
             sample_count=integer(each.get("sample_count")) or 0,
             shares=_numbers(mapping(each.get("shares")).items()),
             hottest=tuple(_numbers(p for p in entries(each.get("hottest"))
@@ -262,43 +257,36 @@ def _main_stacks(path: Path) -> list[tuple[tuple[str, ...], int]]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found = []
-    for line in lines:
-        text, _, count = line.rpartition(" ")
-        thread, *frames = text.split(";")
-        if count.isdigit() and "MainThread" in thread:
-            found.append((tuple(frames), int(count)))
-    return found
+    parts = [(text.split(";"), count) for text, _, count in (x.rpartition(" ") for x in lines)]
+    return [(tuple(frames), int(count)) for (thread, *frames), count in parts
+            if count.isdigit() and "MainThread" in thread]  # fmt: skip
 
 
 def judge(rank: int, pid: int, stacks: Sequence[tuple[tuple[str, ...], int]]) -> SampledStacks:
     """Shares of the phases in sampled stacks."""
     total = sum(count for _, count in stacks)
-    phases: dict[str, int] = {}
-    own: dict[str, int] = {}
+    phases: Counter[str] = Counter()
+    own: Counter[str] = Counter()
     for frames, count in stacks:
-        phase = next((p for f in frames if (p := phase_of(f)) is not None), "other")
-        phases[phase] = phases.get(phase, 0) + count
-        inner = frames[-1] if frames else "?"
-        for frame in reversed(frames):  # of neither a package nor Python's library
-            name, _, place = frame.partition(" (")
-            if not is_library(place.rpartition(":")[0], name):
-                inner = frame
-                break
-        own[inner] = own.get(inner, 0) + count
+        phases[next((p for f in frames if (p := phase_of(f)) is not None), "other")] += count
+        # Of neither a package nor Python's library.
+        jobs = (frame for frame in reversed(frames) if not is_library(*_place_and_name(frame)))
+        own[next(jobs, frames[-1] if frames else "?")] += count
     ordered = sorted(own.items(), key=lambda item: (-item[1], item[0]))
     return SampledStacks(
-        rank=rank,
-        pid=pid,
-        sample_count=total,
+        rank=rank, pid=pid, sample_count=total,
         shares={phase: count / total for phase, count in phases.items()},
         hottest=tuple((frame, count / total) for frame, count in ordered[:3]),
-    )
+    )  # fmt: skip
+
+
+def _place_and_name(frame: str) -> tuple[str, str]:
+    name, _, place = frame.partition(" (")
+    return place.rpartition(":")[0], name
 
 
 def phase_of(frame: str) -> str | None:
     """The phase that a frame (`name (file:line)`) begins; None for any other."""
-    name, _, place = frame.partition(" (")
-    file = place.rpartition(":")[0]
+    file, name = _place_and_name(frame)
     function = name.rpartition(".")[2]
     return next((p for p, own, end in _FRAMES if function == own and file.endswith(end)), None)

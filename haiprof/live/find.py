@@ -109,13 +109,12 @@ def find_job(
                 f"{run.root}: this job does not run any more", hint=f"haiprof verdict {run.root}"
             )
         return RunningJob(run=run, manifest=manifest, uid=uid)
-    jobs = running_jobs(log_dirs, others=others)
+    jobs, slurm = running_jobs(log_dirs, others=others), slurm_number(name)
     fits = [job for job in jobs if name in (job.id, job.manifest.name)]
     own = [job for job in jobs if not job.manifest.environment.get("attached")]
     fits = fits or [
         job for job in own if any(name in (w, os.path.basename(w)) for w in job.manifest.command)
     ]
-    slurm = slurm_number(name)
     if slurm is not None:
         fits = [job for job in jobs if job.manifest.environment.get("slurm_job") == str(slurm)]
     if not fits and name.isdigit():
@@ -149,10 +148,8 @@ def is_unrecorded(name: str) -> bool:
 
 
 def _not_own(run: RunPaths, uid: int) -> UsageError:
-    return UsageError(
-        f"{run.root}: a job of another user ({user_name(uid)}): only that user may ask it for "
-        "something"
-    )
+    of = f"a job of another user ({user_name(uid)})"
+    return UsageError(f"{run.root}: {of}: only that user may ask it for something")
 
 
 def slurm_number(name: str) -> int | None:
@@ -221,6 +218,8 @@ def _run_of_process(pid: int, *, others: bool) -> Path | None:
 
 
 POLL_S = 0.05
+Progress = Callable[[str], None]
+"""What is told while something is waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,11 +261,8 @@ def members(run: RunPaths) -> list[Member]:
 
 def lost_members(run: RunPaths) -> list[Member]:
     """Ranks of this node whose process is gone without an orderly end: killed."""
-    return [
-        member
-        for member in _latest(run)
-        if member.has_ended and not recording_has_ended(RankPaths(run.ranks / member.name))
-    ]
+    ended = (member for member in _latest(run) if member.has_ended)
+    return [m for m in ended if not recording_has_ended(RankPaths(run.ranks / m.name))]
 
 
 def recording_has_ended(paths: RankPaths) -> bool:
@@ -297,26 +293,21 @@ def as_member(name: str, rank: int, told: Mapping[str, Any]) -> Member:
 
 
 def ask(
-    run: RunPaths,
-    kind: str,
-    arguments: Mapping[str, Any] | None = None,
-    *,
-    timeout_s: float,
-    ranks: tuple[int, ...] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Answers:
-    """Posts a request and waits."""
+    run: RunPaths, kind: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float,
+    ranks: tuple[int, ...] | None = None, progress: Callable[[int, int], None] | None = None,
+) -> Answers:  # fmt: skip
+    """Posts a request and waits; `progress` gets how many answered, of how many."""
     asked = [m for m in members(run) if ranks is None or m.rank in ranks]
     request = new_request(kind, arguments, valid_s=timeout_s, ranks=ranks)
-    limit = time.monotonic() + timeout_s
+    limit, told = time.monotonic() + timeout_s, 0
     post_request(run, request)
-    told = -1
     while True:
         replies = read_replies(run, request.id)
         silent = tuple(m for m in asked if replies.get(m.name, {}).get("state") not in ANSWERED)
-        if progress is not None and len(asked) - len(silent) != told:
-            told = len(asked) - len(silent)
-            progress(told, len(asked))
+        done = len(asked) - len(silent)
+        if progress is not None and done != told:
+            progress(done, len(asked))
+        told = done
         if not silent or time.monotonic() > limit:
             return Answers(request=request, replies=replies, silent=silent)
         time.sleep(POLL_S)
@@ -334,11 +325,9 @@ class MissingRanks:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on all of them, for people."""
-        found = [self.note] if self.note else []
-        if self.late:
-            ranks = ranks_text([member.rank for member in self.late], "has", "have")
-            found.insert(0, f"{ranks} not begun to train")
-        return tuple(found)
+        ranks = ranks_text([member.rank for member in self.late], "has", "have")
+        late = f"{ranks} not begun to train" if self.late else None
+        return tuple(filter(None, (late, self.note)))
 
     @property
     def note(self) -> str | None:
@@ -378,9 +367,7 @@ def find_missing_ranks(run: RunPaths, known: Sequence[Member] | None = None) -> 
     # How many ranks the nodes lack until all have as many as the fullest one.
     count = Counter(host for host in hosts.values() if host is not None)
     fullest = max(count.values(), default=0)
-    if len(lacking) > sum(fullest - count[node] for node, _ in run.node_folders()):
-        unknown = tuple(lacking)
-    else:
-        unknown = ()
+    if len(lacking) <= sum(fullest - count[node] for node, _ in run.node_folders()):
         late |= {rank: Member(name=str(rank), rank=rank, host=None, pid=None) for rank in lacking}
-    return MissingRanks(late=tuple(late[rank] for rank in sorted(late)), unknown=unknown)
+        lacking = []
+    return MissingRanks(late=tuple(late[rank] for rank in sorted(late)), unknown=tuple(lacking))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import time
@@ -37,7 +36,7 @@ from haiprof.run_analysis.steps import PHASES, Segmentation, StepColumns, segmen
 from haiprof.run_format import schema
 from haiprof.run_format.control import read_members, read_object
 from haiprof.run_format.layout import RankPaths, RunPaths
-from haiprof.run_format.reader import read_json, read_lines
+from haiprof.run_format.reader import try_read_json, try_read_lines
 
 LAST_STEPS = 50
 """Number of last steps in all "now" values."""
@@ -112,9 +111,7 @@ class LiveRank:
 
     def identify(self) -> RankNow:
         """Which process it is, without its progress."""
-        if not self.report:
-            with contextlib.suppress(RunFormatError):  # it is being written
-                self.report = read_json(self.paths.report)
+        self.report = self.report or try_read_json(self.paths.report)  # it may be being written
         return self._now(None, 0, 0)
 
     def look(self, now_ns: int) -> RankNow:
@@ -137,10 +134,7 @@ class LiveRank:
         if size == self._events_bytes:
             return
         self._events_bytes = size
-        try:
-            lines, _ = read_lines(self.paths.events)
-        except RunFormatError:
-            return
+        lines = try_read_lines(self.paths.events)
         self._recording = not has_end(lines)
         roots = (x for x in lines if x.get("type") == "root")
         pairs = ((x.get("tag"), x.get("family")) for x in roots)
@@ -163,13 +157,11 @@ class LiveRank:
             found = segment(spans, families=self._families)
             if len(found.steps.start_ns) >= 2 * LAST_STEPS:
                 break
-        count = len(found.steps.start_ns)
-        per_step = found.steps.optimizer_step_count.mean() if count else 0.0
-        before = (
-            optimizer_steps_before(self.paths, self._first, folded) if per_step else self._first
-        )
-        per_step = per_step or (len(spans.kind) / count if count else 0.0)
-        self._before = round(before / per_step) if per_step else 0
+        if count := len(found.steps.start_ns):
+            before, per_step = self._first, found.steps.optimizer_step_count.mean()
+            if per_step:
+                before = optimizer_steps_before(self.paths, self._first, folded)
+            self._before = round(before / (per_step or len(spans.kind) / count))
 
     def _forget(self, found: Segmentation, starts: Ints) -> None:
         """Advances, so that the next look only reads the last steps again."""
@@ -189,40 +181,30 @@ class LiveRank:
             facts["idle_ns"] = max(now_ns - wall_offset_ns - int(found.steps.end_ns[-1]), 0)
         known = as_member("", self.rank, self.report)
         return RankNow(
-            rank=self.rank,
-            attempt=self.attempt,
-            host=known.host,
-            pid=known.pid,
-            step_is_exact=self._exact,
-            recording=self._recording,
+            rank=self.rank, attempt=self.attempt, host=known.host, pid=known.pid,
+            step_is_exact=self._exact, recording=self._recording, **facts,
             stopped=known.here and process_state(known.pid or 0)["state"] in STOPPED,
-            **facts,
-        )
+        )  # fmt: skip
 
 
 def _summarize(steps: StepColumns, before: int) -> dict[str, Any]:
     count = len(steps.start_ns)
     begin = max(count - LAST_STEPS, 0)
-    times = steps.step_ns[begin:]
-    total = max(int(times.sum()), 1)
-    host = steps.host_ns[:, begin:]
-    split: dict[str, float | None] = {
-        phase: int(host[place].sum()) / total if host[place].any() else None
-        for place, phase in enumerate(PHASES)
-    }
-    split["other"] = int(steps.other_ns[begin:].sum()) / total
-    slowest = sorted(range(len(times)), key=lambda place: -int(times[place]))[:SLOWEST]
-    parts = {**dict(zip(PHASES, host, strict=True)), "other": steps.other_ns[begin:]}
+    times = steps.step_ns[begin:].tolist()
+    phases = dict(zip(PHASES, steps.host_ns[:, begin:], strict=True))
+    parts = {**phases, "other": steps.other_ns[begin:]}
+    total = max(sum(times), 1)
+    split = {name: int(own.sum()) / total if name == "other" or own.any() else None
+             for name, own in parts.items()}  # fmt: skip
+    slowest = sorted(range(len(times)), key=lambda place: -times[place])[:SLOWEST]
     return {
-        "step": before + count - 1,
-        "step_ns": float(upper_median(times.tolist())),
-        "split": split,
-        "times_ns": tuple(times.tolist()),
+        "step": before + count - 1, "step_ns": float(upper_median(times)), "split": split,
+        "times_ns": tuple(times),
         "slowest": tuple(
-            (before + begin + at, int(times[at]), max(parts, key=lambda name: int(parts[name][at])))
+            (before + begin + at, times[at], max(parts, key=lambda name: int(parts[name][at])))
             for at in slowest
         ),
-    }
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,9 +246,8 @@ class JobNow:
     @property
     def idle_ns(self) -> int | None:
         """Since the last whole step ended on the rank that is farthest."""
-        stepped = [rank for rank in self.ranks if rank.step is not None]
-        farthest = max(stepped, key=lambda rank: rank.step or 0, default=None)
-        return None if farthest is None else farthest.idle_ns
+        farthest = self.step
+        return next((rank.idle_ns for rank in self.ranks if rank.step == farthest), None)
 
     @property
     def cpu_cores(self) -> float | None:
@@ -296,9 +277,8 @@ class JobNow:
     @property
     def split(self) -> dict[str, float | None]:
         """Mean share over the ranks."""
-        return {
-            phase: _mean([r.split.get(phase) for r in self.ranks]) for phase in (*PHASES, "other")
-        }
+        names = (*PHASES, "other")
+        return {name: _mean([rank.split.get(name) for rank in self.ranks]) for name in names}
 
     @property
     def stopped(self) -> tuple[int, ...]:
@@ -348,9 +328,8 @@ class LiveJob:
         for live in self._due():
             self._known[live.rank] = live.look(now_ns)
             self._looked.add(live.rank)
-        for live in self._ranks.values():
-            if live.rank not in self._known:
-                self._known[live.rank] = live.identify()
+        for rank in self._ranks.keys() - self._known.keys():
+            self._known[rank] = self._ranks[rank].identify()
         if time.monotonic() > self._counted_s + _COUNTERS_EVERY_S:
             self._counted_s = time.monotonic()
             self._counters = self._read_counters(now_ns)
@@ -366,22 +345,14 @@ class LiveJob:
             )
             for told in read_members(self.job.run).values()
         } | self._known  # fmt: skip
+        counted = (replace(known[r], counters=self._counters.get(r, {})) for r in sorted(known))
         return JobNow(
-            id=self.job.id,
-            name=manifest.name,
-            path=str(self.job.run.root),
-            host=manifest.host,
-            pid=signalled_pid(manifest),
-            user=self.job.user,
-            start_wall_ns=manifest.start_wall_ns,
+            id=self.job.id, name=manifest.name, path=str(self.job.run.root), host=manifest.host,
+            pid=signalled_pid(manifest), user=self.job.user, start_wall_ns=manifest.start_wall_ns,
             elapsed_ns=max(now_ns - manifest.start_wall_ns, 0),
-            running=is_running(self.job.run, manifest),
-            world_size=max(sizes, default=0) or None,
-            ranks=tuple(
-                replace(known[rank], counters=self._counters.get(rank, {}))
-                for rank in sorted(known)
-            ),
-        )
+            running=is_running(self.job.run, manifest), world_size=max(sizes, default=0) or None,
+            ranks=tuple(counted),
+        )  # fmt: skip
 
     def _due(self) -> list[LiveRank]:
         """All ranks at the first look, of very many some of them; then so many in turn."""
@@ -406,12 +377,10 @@ class LiveJob:
             if self._files is None or len(self._files.ranks) != len(self.job.run.rank_folders()):
                 self._files = open_run(self.job.run.root, hosts=hosts)
             frame = counter_frame(
-                self._files,
-                between=(now_ns - round(_RECENT_S * NS_PER_S), now_ns),
-                hosts=hosts,
+                self._files, between=(now_ns - round(_RECENT_S * NS_PER_S), now_ns), hosts=hosts,
                 metrics=[(s, m) for s in ("process", "gpu") for m in _RANK_METRICS],
                 first=-_SAMPLES_PER_RANK * max(len(self._ranks), 8),
-            )
+            )  # fmt: skip
         except HaiprofError:
             return {}
         last = frame.filter(pl.col("rank").is_not_null() & pl.col("value").is_not_null())

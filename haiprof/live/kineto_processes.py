@@ -22,7 +22,7 @@ from haiprof.linux.procfs import (
     own_pids,
     read_parent,
 )
-from haiprof.live.find import find_job, members, slurm_number
+from haiprof.live.find import Progress, find_job, members, slurm_number
 from haiprof.run_format.control import read_object
 from haiprof.run_format.environment import RANK_VARIABLES, WORLD_VARIABLES, find_number
 from haiprof.run_format.layout import RunPaths
@@ -128,16 +128,12 @@ def speaks_kineto(pid: int) -> bool:
 def of_run(run: RunPaths) -> list[KinetoProcess]:
     """The ranks of a run on this node that speak Kineto's protocol."""
     here = {m.pid: m.rank for m in members(run) if m.here and m.pid is not None}
-    return [
-        replace(_process(pid, {}, address, alone=False), rank=rank)
-        for pid, rank in here.items()
-        if (address := address_for(environment(pid))) is not None
-    ]
+    places = {pid: address_for(environment(pid)) for pid in here}
+    return [replace(_process(pid, {}, address, alone=False), rank=here[pid])
+            for pid, address in places.items() if address is not None]  # fmt: skip
 
 
-def of_process(
-    pid: int, progress: Callable[[str], None], *, by_agent: bool = True
-) -> list[KinetoProcess]:
+def of_process(pid: int, progress: Progress, *, by_agent: bool = True) -> list[KinetoProcess]:
     """The ranks of the job that a process belongs to, without its launchers and helpers."""
     if not is_mine(pid):
         raise UsageError(f"process {pid}: it does not run, or belongs to another user")
@@ -153,20 +149,17 @@ def of_process(
 
 
 def all_processes(
-    progress: Callable[[str], None], *, slurm_job: int = 0, pids: Sequence[int] = (),
-    by_agent: bool = True,
-) -> list[KinetoProcess]:  # fmt: skip
+    progress: Progress, *, slurm_job: int = 0, pids: Sequence[int] = (), by_agent: bool = True
+) -> list[KinetoProcess]:
     """This user's processes on this node that speak Kineto's protocol: those of a job of Slurm.
 
     With `pids` only these. Without either, all of them.
     """
 
     def choose() -> list[int]:
-        return [
-            pid for pid in own_pids()
-            if speaks_kineto(pid) and (not pids or pid in pids)
-            and (not slurm_job or environment(pid).get("SLURM_JOB_ID") == str(slurm_job))
-        ]  # fmt: skip
+        mine = [pid for pid in own_pids() if speaks_kineto(pid) and (not pids or pid in pids)]
+        wanted = str(slurm_job) if slurm_job else None
+        return [p for p in mine if wanted in (None, environment(p).get("SLURM_JOB_ID"))]
 
     who = f"job {slurm_job} of Slurm: no process of it here" if slurm_job else "no process here"
     if not choose():
@@ -184,7 +177,7 @@ def kineto_addresses() -> set[str]:
 
 
 def _await_processes(
-    choose: Callable[[], list[int]], who: str, progress: Callable[[str], None], by_agent: bool
+    choose: Callable[[], list[int]], who: str, progress: Progress, by_agent: bool
 ) -> list[KinetoProcess]:
     """Those that train, once all of them have asked their agent, or the time for that is up."""
     limit, told = time.monotonic() + APPEAR_S, False
@@ -194,12 +187,10 @@ def _await_processes(
         clients: dict[int, dict[str, object]] = {}
         for address in set(chosen.values()) if by_agent else ():
             clients |= clients_of(address)
-        known = [each for each in chosen if each in clients]
-        if chosen and (len(known) == len(chosen) or not by_agent):
+        known = [each for each in chosen if each in clients or not by_agent]
+        if known and (len(known) == len(chosen) or time.monotonic() > limit):
             break
         if time.monotonic() > limit:
-            if known:
-                break
             raise MissingDataError(
                 f"{who} has asked the agent for {APPEAR_S:.0f} s",
                 hint="a process asks every 5 s from `import torch` on, if an agent listened then",
@@ -209,9 +200,7 @@ def _await_processes(
             progress("waiting for the job to ask the agent, which it does every 5 s")
         time.sleep(_POLL_S)
     alone = len(chosen) == 1
-    return [
-        _process(pid, clients.get(pid, {}), address, alone=alone) for pid, address in chosen.items()
-    ]
+    return [_process(pid, clients.get(pid, {}), each, alone=alone) for pid, each in chosen.items()]
 
 
 def clients_of(address: str) -> dict[int, dict[str, object]]:
@@ -235,13 +224,10 @@ def _of_job(pid: int, environ: Mapping[str, str]) -> list[int]:
     mine = [each for each in own_pids() if speaks_kineto(each)]
     if find_number(environ, RANK_VARIABLES) is None:
         return [each for each in mine if each == pid or pid in _ancestors(each)]
+    own = {each: environment(each) for each in mine}
+    ranks = [each for each in mine if find_number(own[each], RANK_VARIABLES) is not None]
     same = [environ.get(name) for name in _SAME_JOB]
-    return [
-        each
-        for each in mine
-        if [environment(each).get(name) for name in _SAME_JOB] == same
-        and find_number(environment(each), RANK_VARIABLES) is not None
-    ]
+    return [each for each in ranks if [own[each].get(name) for name in _SAME_JOB] == same]
 
 
 def _training(pids: Sequence[int]) -> list[int]:
@@ -254,12 +240,9 @@ def _training(pids: Sequence[int]) -> list[int]:
     with_rank = [pid for pid, rank in ranks.items() if rank is not None]
     launchers = {p for pid in with_rank for p in above[pid] if ranks[p] is None}
     loaded = [pid for pid in pids if pid not in launchers and has_mapped(pid, b"libtorch_cpu")]
-    return sorted(
-        pid
-        for pid in loaded
-        if not _is_helper(pid)
-        and (ranks[pid] is None or all(ranks[p] != ranks[pid] for p in above[pid] if p in loaded))
-    )
+    of_rank = [p for p in loaded if ranks[p] is not None]
+    children = [p for p in of_rank if any(ranks[p] == ranks[q] for q in above[p] if q in loaded)]
+    return sorted(p for p in loaded if p not in children and not _is_helper(p))
 
 
 def _is_helper(pid: int) -> bool:
@@ -296,8 +279,7 @@ class KinetoJob:
 
 
 def kineto_job(
-    name: str, log_dirs: Iterable[Path], *, backend: str, progress: Callable[[str], None],
-    others: bool = False,
+    name: str, log_dirs: Iterable[Path], *, backend: str, progress: Progress, others: bool = False,
 ) -> KinetoJob | None:  # fmt: skip
     """The job, if it is to be traced that way; None if haiprof's hook traces it."""
     if backend not in BACKENDS:

@@ -11,7 +11,7 @@ import shutil
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -35,6 +35,7 @@ from haiprof.base.options import safe_name
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import environment
 from haiprof.live import kineto_processes as dynolog
+from haiprof.live.find import Progress
 from haiprof.live.kineto_processes import (
     DynologError,
     KinetoProcess,
@@ -46,7 +47,7 @@ from haiprof.live.kineto_processes import (
     kineto_addresses,
     trigger,
 )
-from haiprof.live.trace_now import next_window, wait_until
+from haiprof.live.trace_now import next_window, wait_for_files, wait_until
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.layout import TRACE_SUFFIX, RunPaths
 from haiprof.run_format.phase_ranges import NAMES, PhaseRange
@@ -134,8 +135,7 @@ def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
     stem = f"{known}{safe_name(host)}_{process.pid}.{raw.start_wall_ns}"
     part, below, target = None, attempt.folder, attempt.folder / f"{stem}{TRACE_SUFFIX}"
     if attempt.into_run and run is not None:
-        below, parsed = run.root, parse_stem(stem) if known else None
-        part = None if parsed is None else Part(run, parsed)
+        below, part = run.root, _part_of(run.traces / stem) if known else None
     with safe_files.whole_file(target if part is None else part.raw, below=below) as file:
         complete.write_complete(
             raw, file, metadata=_metadata(process, attempt, raw, report, numbers, why_not),
@@ -159,11 +159,9 @@ def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
 
 def _report(run: RunPaths, process: KinetoProcess) -> dict[str, Any]:
     """rank.json of the process, with its attempt; empty where it has not reported in."""
-    for rank, attempt, paths in reversed(run.rank_folders()):
-        report = try_read_json(paths.report)
-        if rank == process.rank and report.get("pid") == process.pid:
-            return {**report, "attempt": attempt}
-    return {}
+    own = [(n, paths) for rank, n, paths in run.rank_folders() if rank == process.rank]
+    told = ({**try_read_json(paths.report), "attempt": n} for n, paths in reversed(own))
+    return next((report for report in told if report.get("pid") == process.pid), {})
 
 
 def _steps(
@@ -185,11 +183,12 @@ def _steps(
         time.sleep(_POLL_S)
     if not rows:
         return [], "haiprof has recorded no step of this rank"
-    steps = []
-    for number, start, end in rows:
-        first, until = max(start, raw.start_wall_ns), min(end, raw.end_wall_ns)
-        if until - first > _INSIDE_RATIO * (end - start):
-            steps.append(complete.Step(number=number, start_wall_ns=first, end_wall_ns=until))
+    low, high = raw.start_wall_ns, raw.end_wall_ns
+    steps = [
+        complete.Step(number=number, start_wall_ns=max(start, low), end_wall_ns=min(end, high))
+        for number, start, end in rows
+        if min(end, high) - max(start, low) > _INSIDE_RATIO * (end - start)
+    ]
     return steps, None if steps else "haiprof has recorded no whole step within the window"
 
 
@@ -255,7 +254,7 @@ def _sidecar(
 
 def trace_processes(
     processes: Sequence[KinetoProcess], trace_request: TraceRequest, *, run: RunPaths | None,
-    output: Path | None, progress: Callable[[str], None] = lambda _: None,
+    output: Path | None, progress: Progress = lambda _: None,
 ) -> KinetoTraces:  # fmt: skip
     """Traces processes, and waits for the traces.
 
@@ -293,26 +292,21 @@ def trace_processes(
         progress(f"{_AGAIN[missed]}: again, at a multiple of {roundup}")
     if output is not None:
         return found
-    waiting, limit = [Path(each.path) for each in found.done if each.path], 0.0
-    while any(not path.exists() for path in waiting):
-        if not limit:
-            progress("the traces are being compressed")
-            limit = time.monotonic() + COMPRESS_S
-        if time.monotonic() > limit:
-            break
-        time.sleep(_TRACE_POLL_S)
+    wait_for_files([Path(each.path) for each in found.done if each.path], COMPRESS_S, progress)
     located = []
     for each in found.processes:  # raw where the run's launcher has not compressed it
-        path = Path(each.path or "")
-        stem = None if each.path is None or path.exists() else parse_stem(path.name)
-        raw = None if stem is None else str(Part(RunPaths(path.parent.parent), stem).raw)
-        located.append(replace(each, path=raw or each.path))
+        part = None if each.path is None or Path(each.path).exists() else _part_of(Path(each.path))
+        located.append(each if part is None else replace(each, path=str(part.raw)))
     return replace(found, processes=tuple(located))
 
 
-def _trace_once(
-    attempt: _Attempt, roundup: int, progress: Callable[[str], None]
-) -> tuple[KinetoTraces, int]:
+def _part_of(trace: Path) -> Part | None:
+    """The part of a run's window that a trace there becomes; None for other names."""
+    stem = parse_stem(trace.name)
+    return None if stem is None else Part(RunPaths(trace.parent.parent), stem)
+
+
+def _trace_once(attempt: _Attempt, roundup: int, progress: Progress) -> tuple[KinetoTraces, int]:
     """One attempt, and the time between the processes' receipt of it in ns."""
     request, processes = attempt.request, attempt.processes
     with _raw_folder(attempt):
@@ -388,7 +382,7 @@ def _job(pid: int) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _wait(attempt: _Attempt, limit_s: float, progress: Callable[[str], None]) -> None:
+def _wait(attempt: _Attempt, limit_s: float, progress: Progress) -> None:
     """Waits until all have written their trace, or none is expected any more."""
     limit, told, look = time.monotonic() + limit_s, 0, 0.0
     while waiting := attempt.waiting():
@@ -426,18 +420,16 @@ def _ask_agents(attempt: _Attempt, what: str) -> list[dict[str, Any]]:
 
 
 def _as_ended(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
-    silent = ProcessTrace(
-        rank=process.rank, host=socket.gethostname(), pid=process.pid, state="silent"
-    )
-    if process.pid in attempt.refused:
-        return replace(silent, state="failed", reason=attempt.refused[process.pid])
-    path = attempt.file(process)
+    pid, path = process.pid, attempt.file(process)
+    silent = ProcessTrace(rank=process.rank, host=socket.gethostname(), pid=pid, state="silent")
+    if pid in attempt.refused:
+        return replace(silent, state="failed", reason=attempt.refused[pid])
     if not path.exists():
-        state = attempt.states.get(process.pid, "")
+        state = attempt.states.get(pid, "")
         why = _WHY_SILENT.get(state, "it did not ask the agent")
         if attempt.request.endpoint is not None:
             why = "dynolog passed the request on, and no trace came"
-        if not Path(f"/proc/{process.pid}").exists():
+        if not Path(f"/proc/{pid}").exists():
             why = "it has ended"
         dropped = 0 if state == "over" else None
         return replace(silent, reason=why, optimizer_step_count=dropped)
@@ -460,11 +452,8 @@ _WHY_SILENT = {
 
 def _remove(found: KinetoTraces) -> None:
     """Removes the traces of an attempt whose ranks are at different steps."""
-    for each in found.done:
-        path = Path(each.path or "")
-        stem = parse_stem(path.name)
-        if stem is not None and path.parent.name == "traces":
-            part = Part(RunPaths(path.parent.parent), stem)
+    for path in (Path(each.path) for each in found.done if each.path):
+        if path.parent.name == "traces" and (part := _part_of(path)) is not None:
             for file in (part.sidecar, part.raw):
                 safe_files.remove_file(file, below=part.run.root)
         safe_files.remove_file(path, below=path.parent)
@@ -581,7 +570,7 @@ def ask_daemons(
         return list(pool.map(ask, hosts))
 
 
-def trace_here(wish: GpuTrace, progress: Callable[[str], None]) -> KinetoTraces:
+def trace_here(wish: GpuTrace, progress: Progress) -> KinetoTraces:
     """The same of haiprof's agent on this node, whose traces are waited for and completed.
 
     They are put where dynolog's user expects them: `FILE_PID.json`.
@@ -594,12 +583,10 @@ def trace_here(wish: GpuTrace, progress: Callable[[str], None]) -> KinetoTraces:
     if not folder.is_dir():
         raise UsageError(f"--log-file {wish.log_file}: {folder} is no folder")
     request = TraceRequest(
-        steps=max(wish.iterations, 1),
+        steps=max(wish.iterations, 1), roundup=wish.roundup,
         time_s=0.0 if wish.iterations > 0 else wish.duration_ms / 1000,
-        options=dict.fromkeys(wish.switches, True),
-        start_wall_ns=wish.start_ms * 1_000_000,
-        roundup=wish.roundup,
-    )
+        options=dict.fromkeys(wish.switches, True), start_wall_ns=wish.start_ms * 1_000_000,
+    )  # fmt: skip
     found = trace_processes(chosen, request, run=None, output=folder, progress=progress)
     return replace(found, processes=tuple(_unpack(each, wish, folder) for each in found.processes))
 
@@ -617,15 +604,14 @@ def _unpack(trace: ProcessTrace, wish: GpuTrace, folder: Path) -> ProcessTrace:
 
 def agents_here() -> dict[str, list[int] | str]:
     """By address, the processes that haiprof's agents on this node know, or why they do not say."""
-    found: dict[str, list[int] | str] = {}
-    for address in sorted({ABSTRACT, *kineto_addresses()}):
+
+    def ask(address: str) -> list[int] | str:
         try:
-            known = sorted(clients_of(address))
+            return sorted(clients_of(address))
         except NoAgentError as error:
-            found[shown_address(address)] = str(error)
-            continue
-        found[shown_address(address)] = known
-    return found
+            return str(error)
+
+    return {shown_address(each): ask(each) for each in sorted({ABSTRACT, *kineto_addresses()})}
 
 
 def check_answers(answers: Sequence[NodeAnswer], *, needs_process: bool) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import polars as pl
@@ -23,7 +23,7 @@ from haiprof.base.safe_files import MadeFolder, create_file, make_named_folder
 from haiprof.base.statistics import RUN_RATIO, block_mean
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import NS_PER_S, duration_text
-from haiprof.live.trace_now import Progress
+from haiprof.live.find import Progress
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.manifest import find_runs
 
@@ -86,12 +86,9 @@ def try_loaders(
             hint="give the command of a job that reads through torch.utils.data.DataLoader",
         )
     numbers = worker_counts(given.ranks) if counts is None else counts
-    took_ns = (time.monotonic() - began) * NS_PER_S
-    count = 1 + len(numbers)
-    progress(
-        f"it took {duration_text(took_ns)}; {count} trials to go, up to about "
-        f"{duration_text(count * took_ns)} in all"
-    )
+    took_ns, count = (time.monotonic() - began) * NS_PER_S, 1 + len(numbers)
+    to_go = f"{count} trials to go, up to about {duration_text(count * took_ns)} in all"
+    progress(f"it took {duration_text(took_ns)}; {to_go}")
     for loader in (KEPT_BATCHES, *map(str, numbers)):
         attempt(loader)
     return found
@@ -169,25 +166,23 @@ def _starts(folder: Path) -> dict[int, pl.Series]:
 
 
 def _measure(loader: str, folder: Path) -> LoaderTrial:
-    starts = _starts(folder)
+    starts, none = _starts(folder), LoaderTrial(loader=loader, workers=None)
     try:
         files = RunFrames(find_runs(folder)[-1]).files
     except (HaiprofError, IndexError):
-        return LoaderTrial(loader=loader, workers=None, reason="the job was not recorded")
+        return replace(none, reason="the job was not recorded")
     lines = [line for rank in files.ranks for line in rank.of_type("dataloader")]
-    known = [
-        (line["workers"], bool(line.get("persistent")))
-        for line in lines
-        if isinstance(line.get("workers"), int)
-    ]
-    workers, persistent = max(known, default=(None, False))
+    known = [(line.get("workers"), bool(line.get("persistent"))) for line in lines]
+    workers, persistent = max(((n, p) for n, p in known if isinstance(n, int)),
+                              default=(None, False))  # fmt: skip
+    none = replace(none, workers=workers)
     if not starts:
-        return LoaderTrial(loader=loader, workers=workers, reason="no training step was seen")
+        return replace(none, reason="no training step was seen")
     if not lines:
-        return LoaderTrial(loader=loader, workers=None, reason="no torch DataLoader ran in it")
+        return replace(none, reason="no torch DataLoader ran in it")
     if loader.isdecimal() and workers != int(loader):
         why = f"the job's loaders have {workers} workers, whatever they are made with"
-        return LoaderTrial(loader=loader, workers=workers, reason=why)
+        return replace(none, reason=why)
     periods = {
         rank: part.sort().diff().slice(1 + len(part) // _WARM_PART).cast(pl.Float64).to_numpy()
         for rank, part in starts.items()
@@ -195,17 +190,12 @@ def _measure(loader: str, folder: Path) -> LoaderTrial:
     shortest = min(map(len, periods.values()))
     if shortest < _LEAST_STEPS:
         why = f"only {shortest} steps could be measured"
-        return LoaderTrial(loader=loader, workers=workers, ranks=len(starts), reason=why)
+        return replace(none, ranks=len(starts), reason=why)
     slowest = max(periods.values(), key=lambda own: float(own.mean()))
     mean = block_mean(slowest, run_ratio=RUN_RATIO)
     half = min(mean.error.half_width(_CONFIDENCE), 0.99 * mean.value)
-    return LoaderTrial(
-        loader=loader,
-        workers=workers,
-        persistent=persistent,
-        ranks=len(starts),
-        step_count=len(slowest),
-        steps_per_s=NS_PER_S / mean.value,
-        low=NS_PER_S / (mean.value + half),
+    return replace(
+        none, persistent=persistent, ranks=len(starts), step_count=len(slowest),
+        steps_per_s=NS_PER_S / mean.value, low=NS_PER_S / (mean.value + half),
         high=NS_PER_S / (mean.value - half),
-    )
+    )  # fmt: skip

@@ -174,14 +174,12 @@ class TierFiles:
     def flush(self, wall_ns: int, mono_ns: int) -> None:
         """Writes the rows of one time; a full disk loses them."""
         rows, self._rows = self._rows, {}
-        packed = []
+        packed, shown = [], 1 if self.tier is TIERS[0] else 3
         for key, (count, cells) in rows.items():
             values: list[float] = []
             for total, weight, low, high in cells:
-                mean = total / weight if weight else math.nan
-                values += (mean, low, high) if weight else (mean,) * 3
-            if self.tier is TIERS[0]:
-                values = values[::3]
+                cell = (total / weight, low, high) if weight else (math.nan,) * 3
+                values += cell[:shown]
             with suppress(OverflowError, struct.error):  # beyond f32: damage, not a rate
                 packed.append(self._pack(self._begin_ns, count, *key, *values))
         if not rows:
@@ -257,13 +255,8 @@ class SourceHistory:
         table = stream.sampler.table
         places = {column.name: place for place, column in enumerate(table.columns)}
         self._plan = [
-            (
-                places[column.name],
-                counter_end(column.kind),
-                column.unit == "ns",
-                places.get(NS_OF_EVENTS.get(column.name, "")),
-            )
-            for column in kept_columns(table)
+            (places[own.name], counter_end(own.kind), own.unit == "ns",
+             places.get(NS_OF_EVENTS.get(own.name, ""))) for own in kept_columns(table)
         ]  # fmt: skip
         self._key = slice(2, 2 + len(table.keys))
         self._struct, self._history, self._files = table.struct, history, files
@@ -315,9 +308,7 @@ class SourceHistory:
 
 
 def _merge(one: Cell, other: Cell) -> Cell:
-    return (
-        one[0] + other[0], one[1] + other[1], min(one[2], other[2]), max(one[3], other[3]),
-    )  # fmt: skip
+    return one[0] + other[0], one[1] + other[1], min(one[2], other[2]), max(one[3], other[3])
 
 
 SCAN_S = 5.0
@@ -341,13 +332,11 @@ class _Job:
 def gpu_holders(nvml: Nvml) -> dict[int, set[int]]:
     """Processes with memory on each GPU, as the driver numbers them; of no GPU without NVML."""
     found: dict[int, set[int]] = {}
-    try:
+    with suppress(Unavailable):
         for gpu in range(nvml.call("nvmlDeviceGetCount")):
             handle = nvml.call("nvmlDeviceGetHandleByIndex", gpu)
             held = nvml.call("nvmlDeviceGetComputeRunningProcesses", handle)
             found[gpu] = {int(process.pid) for process in held}
-    except Unavailable:
-        return found
     return found
 
 
@@ -533,13 +522,11 @@ class _Agent:
         self._loop = loop
         thread = threading.Thread(target=loop.run, args=(over,), name="haiprof-sampler")
         thread.start()
-        begun_s = time.monotonic()
         try:
             stop.wait(_SETTLED_S)
             self._say_sizes(history)
-            while (
-                time.monotonic() - begun_s < _DAY_S and (file_size(node.events) or 0) < _LINES_BYTES
-            ):
+            until_s = time.monotonic() + _DAY_S
+            while time.monotonic() < until_s and (file_size(node.events) or 0) < _LINES_BYTES:
                 for line in watch.scan():
                     self._note(line)
                 if time.monotonic() - self._cost_s > _COST_S:
@@ -569,18 +556,14 @@ class _Agent:
 
     def _say_sizes(self, history: NodeHistory) -> None:
         """How much it will be, by the rows that this node has."""
-        tiers = [
-            sum(files[place].most_bytes for files in history.files.values())
-            for place in range(len(TIERS))
-        ]
+        tiers = [sum(each.most_bytes for each in of_tier)
+                 for of_tier in zip(*history.files.values(), strict=True)]  # fmt: skip
         whole = sum(tiers)
-        sizes = ", ".join(
-            f"{tier.name} {bytes_text(size)}" for tier, size in zip(TIERS, tiers, strict=True)
-        )
-        cut = f"; the oldest goes at {bytes_text(self.limit_bytes)}"
-        print_message(
-            f"when full {bytes_text(whole)} ({sizes})" + (cut if whole > self.limit_bytes else "")
-        )
+        named = zip(TIERS, tiers, strict=True)
+        sizes = ", ".join(f"{tier.name} {bytes_text(size)}" for tier, size in named)
+        goes = f"; the oldest goes at {bytes_text(self.limit_bytes)}"
+        cut = goes if whole > self.limit_bytes else ""
+        print_message(f"when full {bytes_text(whole)} ({sizes}){cut}")
         self._note({"type": "sizes", "whole_bytes": whole, "limit_bytes": self.limit_bytes})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,15 @@ from haiprof.base.units import NS_PER_S
 from haiprof.linux.processes import ProcessTree
 from haiprof.linux.procfs import is_mine, process_state
 from haiprof.live.external_sampling import dump_threads, find_spy
-from haiprof.live.find import Answers, Member, ask, find_missing_ranks, lost_members, members
+from haiprof.live.find import (
+    Answers,
+    Member,
+    Progress,
+    ask,
+    find_missing_ranks,
+    lost_members,
+    members,
+)
 from haiprof.live.standstill import (
     GONE,
     STOPPED,
@@ -70,13 +78,9 @@ class SuspectDetails:
 
 
 def inspect_suspects(
-    suspects: Sequence[Suspect],
-    states: Sequence[RankState],
-    run: RunFiles,
-    *,
-    wall_ns: int,
+    suspects: Sequence[Suspect], states: Sequence[RankState], run: RunFiles, *, wall_ns: int,
     spy: str | None,
-) -> list[SuspectDetails]:
+) -> list[SuspectDetails]:  # fmt: skip
     """Reads native stacks and GPU counters of the first suspects."""
     by_rank = {state.rank: state for state in states}
     found = []
@@ -86,14 +90,11 @@ def inspect_suspects(
         nodes = [node for node in run.nodes if node.host == state.host]
         lines = [line for node in nodes for line in node.of_type("xid") if line.get("gpu") == gpu]
         codes = [integer(line.get("xid")) for line in lines if gpu is not None]
-        details = SuspectDetails(
-            rank=state.rank,
-            native=None if isinstance(native, str) else native,
-            note=native if isinstance(native, str) else None,
-            gpu=counters,
+        stack, note = (None, native) if isinstance(native, str) else (native, None)
+        found.append(SuspectDetails(
+            rank=state.rank, native=stack, note=note, gpu=counters,
             xids=tuple(code for code in codes if code is not None),
-        )
-        found.append(details)
+        ))  # fmt: skip
     return found
 
 
@@ -109,9 +110,8 @@ def _native_stack(spy: str | None, state: RankState) -> tuple[str, ...] | str:
     if isinstance(threads, str):
         return f"py-spy: {threads}"
     main = next((each for each in threads if each.get("thread_name") == "MainThread"), {})
-    frames = objects(main.get("frames"))[:_FRAME_LIMIT]
     found = []
-    for frame in frames[::-1]:  # native ones may have no line
+    for frame in objects(main.get("frames"))[:_FRAME_LIMIT][::-1]:  # native ones may have no line
         file = frame.get("short_filename") or frame.get("filename") or "?"
         line = f":{frame.get('line')}" if frame.get("line") else ""
         found.append(f"{frame.get('name')} ({str(file).rpartition('/')[2]}{line})")
@@ -122,10 +122,10 @@ def _gpu(state: RankState, run: RunFiles, wall_ns: int) -> tuple[int | None, dic
     """NVML index of the GPU that this rank alone uses, and its latest counters."""
     if state.host is None:
         return None, {}
-    wanted = [("gpu", metric) for metric in _GPU_METRICS]
     frame = counter_frame(
-        run, between=(wall_ns - RECENT_NS, wall_ns), hosts=[state.host], metrics=wanted
-    )
+        run, between=(wall_ns - RECENT_NS, wall_ns), hosts=[state.host],
+        metrics=[("gpu", metric) for metric in _GPU_METRICS],
+    )  # fmt: skip
     own = frame.filter((pl.col("rank") == state.rank) & pl.col("value").is_not_null())
     last = own.sort("time_ns").group_by("metric", maintain_order=True).last()
     index = integer(own["gpu"][-1]) if own.height else None
@@ -167,31 +167,21 @@ class Snapshot:
 
     def as_json(self) -> dict[str, Any]:
         """The snapshot as plain JSON values."""
+        plain = ("wall_ns", "run", "path", "moves", "suspended")
+        ranks = [{**asdict(state), "threads": list(self.threads.get(state.rank, ()))}
+                 for state in self.states]  # fmt: skip
         return {
-            "version": 1,
-            "wall_ns": self.wall_ns,
-            "run": self.run,
-            "path": self.path,
-            "moves": self.moves,
-            "suspended": self.suspended,
+            "version": 1, **{name: getattr(self, name) for name in plain},
             "suspects": [asdict(suspect) for suspect in self.suspects],
             "mismatches": [asdict(mismatch) for mismatch in self.mismatches],
             "saving": list(self.saving),
             "closer": [asdict(details) for details in self.details],
-            "ranks": [
-                {**asdict(state), "threads": list(self.threads.get(state.rank, ()))}
-                for state in self.states
-            ],
-            "tree": self.tree.as_json(),
-            "notes": list(self.notes),
-        }
+            "ranks": ranks, "tree": self.tree.as_json(), "notes": list(self.notes),
+        }  # fmt: skip
 
 
 def take_snapshot(
-    run: RunPaths,
-    *,
-    hang: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    run: RunPaths, *, hang: bool = False, progress: Progress = lambda _: None
 ) -> Snapshot:
     """Asks every rank for its stacks and collectives, and looks at those that do not answer.
 
@@ -218,15 +208,12 @@ def take_snapshot(
     everybody = [*asked, *absent.late]
     spied, notes = _sample_silent(everybody, stacks, spy, progress)
     notes += [absent.note] if absent.note else []
-    states = (
+    lost = [m for m in lost_members(run) if m.name not in by_name]
+    states = [
         *(_state(m, stacks, before, after, spied, begun=m not in absent.late) for m in everybody),
-        *(
-            RankState(rank=m.rank, host=m.host, pid=m.pid, process_state=GONE)
-            for m in lost_members(run)
-            if m.name not in by_name
-        ),
-    )
-    states = tuple(_with_worker(run, state, spy, progress) for state in states)
+        *(RankState(rank=m.rank, host=m.host, pid=m.pid, process_state=GONE) for m in lost),
+    ]
+    states = [_with_worker(run, state, spy, progress) for state in states]
     standing = hang or moves(states) is False
     if standing and after:
         progress(f"{'' if hang else 'nothing moves: '}asking for the last collectives")
@@ -244,27 +231,19 @@ def take_snapshot(
     details = inspect_suspects(found, states, files, wall_ns=wall_ns, spy=spy if hang else None)
     alive = {state.rank: state.stack for state in states if state.stack is not None}
     snapshot = Snapshot(
-        wall_ns=wall_ns,
-        run=str(run.root),
-        states=states,
-        moves=moves(states),
-        suspended=is_suspended(states),
-        suspects=tuple(found),
-        mismatches=tuple(mismatches),
-        threads={m.rank: _threads(stacks, m) for m in everybody},
-        saving=saving(states),
-        details=tuple(details),
-        tree=merge(alive),
-        notes=tuple(notes),
+        wall_ns=wall_ns, run=str(run.root), states=tuple(states), moves=moves(states),
+        suspended=is_suspended(states), suspects=tuple(found), mismatches=tuple(mismatches),
+        threads={m.rank: _threads(stacks, m) for m in everybody}, saving=saving(states),
+        details=tuple(details), tree=merge(alive), notes=tuple(notes),
         path=str(folder / "snapshot.json"),
-    )
+    )  # fmt: skip
     make_folder(folder, below=run.root)
     write_json(folder / "snapshot.json", snapshot.as_json(), below=run.root)
     return snapshot
 
 
 def _ask_nccl(
-    states: Sequence[RankState], files: RunFiles, progress: Callable[[str], None]
+    states: Sequence[RankState], files: RunFiles, progress: Progress
 ) -> tuple[list[Suspect], list[str]]:
     """Where the Flight Recorder tells nothing: whom NCCL names, by RAS, else by its files.
 
@@ -291,16 +270,12 @@ def _ask_nccl(
 
 def _groups(answers: Answers) -> dict[str, GroupStatus]:
     """By rank's name: its groups' sequence numbers, from replies that may hold anything."""
-    found: dict[str, GroupStatus] = {}
-    for name, reply in answers.replies.items():
-        groups = reply.get("groups")
-        if reply.get("state") == "done" and isinstance(groups, dict):
-            found[name] = {
-                str(group): status
-                for group, status in groups.items()
-                if isinstance(status, list) and len(status) == 3 and type(status[0]) is int
-            }
-    return found
+    done = {n: r.get("groups") for n, r in answers.replies.items() if r.get("state") == "done"}
+    return {
+        name: {str(group): status for group, status in groups.items()
+               if isinstance(status, list) and len(status) == 3 and type(status[0]) is int}
+        for name, groups in done.items() if isinstance(groups, dict)
+    }  # fmt: skip
 
 
 def _threads(stacks: Answers, member: Member) -> Sequence[Any]:
@@ -319,47 +294,40 @@ def _state(
     letter = kernel.get("state") if isinstance(kernel, dict) else None
     threads = _threads(stacks, member)
     own = main_stack(threads)
+    earlier = before.get(member.name, {})
     return RankState(
-        rank=member.rank,
-        host=member.host,
-        pid=member.pid,
+        rank=member.rank, host=member.host, pid=member.pid, begun=begun, before=earlier,
         answered=reply.get("state") == "done",
         process_state=letter if isinstance(letter, str) else None,
         stack=own if own is not None else spied.get(member.rank),
-        collectives=after.get(member.name, before.get(member.name, {})),
-        before=before.get(member.name, {}),
-        begun=begun,
-        beside=other_threads(threads),
-    )
+        collectives=after.get(member.name, earlier), beside=other_threads(threads),
+    )  # fmt: skip
 
 
 def _sample_silent(
-    everybody: Sequence[Member], stacks: Answers, spy: str | None, progress: Callable[[str], None]
+    everybody: Sequence[Member], stacks: Answers, spy: str | None, progress: Progress
 ) -> tuple[dict[int, Stack], list[str]]:
     """Stacks, from outside, of the ranks of this node that did not answer; and why not, if not."""
     mute = [m for m in everybody if stacks.replies.get(m.name, {}).get("state") != "done"]
     found: dict[int, Stack] = {}
     notes = [f"rank {m.rank} on {m.host} did not answer" for m in mute if m.host and not m.here]
-    here = [m for m in mute if m.here and m.pid is not None and is_mine(m.pid)]
-    for member in here:
+    for pid, rank in [(m.pid, m.rank) for m in mute if m.here and m.pid and is_mine(m.pid)]:
         if spy is None:
             notes.append(
-                f"rank {member.rank} did not answer, and py-spy, which could look at it from "
-                "outside, is not installed (pip install 'haiprof[attach]')"
+                f"rank {rank} did not answer, and py-spy, which could look at it from outside, is "
+                "not installed (pip install 'haiprof[attach]')"
             )
             continue
-        progress(f"looking at rank {member.rank} from outside")
-        stack = _run_spy(spy, member.pid or 0)
+        progress(f"looking at rank {rank} from outside")
+        stack = _run_spy(spy, pid)
         if isinstance(stack, str):
-            notes.append(f"rank {member.rank} did not answer; py-spy: {stack}")
+            notes.append(f"rank {rank} did not answer; py-spy: {stack}")
         else:
-            found[member.rank] = stack
+            found[rank] = stack
     return found, notes
 
 
-def _with_worker(
-    run: RunPaths, state: RankState, spy: str | None, progress: Callable[[str], None]
-) -> RankState:
+def _with_worker(run: RunPaths, state: RankState, spy: str | None, progress: Progress) -> RankState:
     """A rank that waits for a batch, with what its DataLoader workers do: as sampled, or py-spy."""
     waits = any(_LOADER in file and "get" in function for file, _, function in state.stack or ())
     if not waits or state.pid is None:
@@ -377,9 +345,8 @@ def _with_worker(
     for pid, stack in found.items():
         own = own_frame(stack)
         if own is not None and not is_library(own[0], own[2]):
-            return replace(
-                state, worker=f"its DataLoader worker (pid {pid}) is at {frame_text(own)}"
-            )
+            worker = f"its DataLoader worker (pid {pid}) is at {frame_text(own)}"
+            return replace(state, worker=worker)
     return state
 
 

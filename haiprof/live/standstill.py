@@ -68,10 +68,8 @@ def odd_ranks(stacks: Mapping[int, Stack]) -> tuple[int, ...]:
 
 def main_stack(threads: Sequence[Any]) -> Stack | None:
     """The main thread's stack from a rank's reply, which may hold anything."""
-    for thread in threads:
-        if isinstance(thread, dict) and thread.get("main") is True:
-            return parse_frames(thread.get("frames"))
-    return None
+    main = (t for t in threads if isinstance(t, dict) and t.get("main") is True)
+    return next((parse_frames(thread.get("frames")) for thread in main), None)
 
 
 def other_threads(threads: Sequence[Any]) -> str:
@@ -148,19 +146,15 @@ def suspects(states: Sequence[RankState], mismatches: Sequence[Mismatch]) -> lis
     if is_suspended(states):
         return []
     found: dict[int, Suspect] = {}
+    contradict = [
+        Suspect(rank=rank, reason=mismatch.as_text(), doing="", certain=True)
+        for mismatch in mismatches
+        for rank in mismatch.odd
+    ]
     for suspect in (
-        *_stopped_ranks(states),
-        *[
-            Suspect(rank=rank, reason=mismatch.as_text(), doing="", certain=True)
-            for mismatch in mismatches
-            for rank in mismatch.odd
-        ],
-        *_mute(states),
-        *_not_begun(states),
-        *_behind(states),
-        *_elsewhere(states),
-        *_odd(states),
-    ):
+        *_stopped_ranks(states), *contradict, *_mute(states), *_not_begun(states),
+        *_behind(states), *_elsewhere(states), *_odd(states),
+    ):  # fmt: skip
         found.setdefault(suspect.rank, suspect)
     all_of = list(found.values()) or _tied_ranks(states)
     return sorted(all_of, key=lambda s: (not s.certain, s.rank))
@@ -173,10 +167,8 @@ def is_suspended(states: Sequence[RankState]) -> bool:
 
 def moves(states: Sequence[RankState]) -> bool | None:
     """Whether any rank began a collective between the two looks; None where no rank has any."""
-    pairs = [(s.before, s.collectives) for s in states if s.before and s.collectives]
-    if not pairs:
-        return None
-    return any(before != after for before, after in pairs)
+    known = [s.before != s.collectives for s in states if s.before and s.collectives]
+    return any(known) if known else None
 
 
 def _suspect(state: RankState, reason: str, *, certain: bool) -> Suspect:
@@ -209,9 +201,8 @@ def _mute(states: Sequence[RankState]) -> list[Suspect]:
 
 def _waits(state: RankState) -> bool:
     """Whether a rank is where ranks wait for each other: in torch.distributed, or in backward."""
-    return any(
-        _DISTRIBUTED in file or function == _ENGINE for file, _, function in state.stack or ()
-    )
+    stack = state.stack or ()
+    return any(_DISTRIBUTED in file or function == _ENGINE for file, _, function in stack)
 
 
 def _tied_ranks(states: Sequence[RankState]) -> list[Suspect]:
@@ -263,14 +254,11 @@ def _behind(states: Sequence[RankState]) -> list[Suspect]:
     for group in sorted({name for state in states for name in state.collectives}):
         begun = {s.rank: s.collectives[group][0] for s in states if group in s.collectives}
         most = max(begun.values())
-        waiting = [rank for rank, count in begun.items() if count == most]
-        for state in states:
-            count = begun.get(state.rank, most)
-            waits_too = bool(unknown) and _waits(state)
-            if count < most and not waits_too:
-                told = f"{count} collectives of group {group}, {ranks_text(waiting)} {most}"
-                suspect = _suspect(state, f"it has begun {told}", certain=moves(states) is False)
-                found.append(suspect)
+        waiting = ranks_text([rank for rank, count in begun.items() if count == most])
+        late = (s for s in states if begun.get(s.rank, most) < most)
+        for state in (s for s in late if not (unknown and _waits(s))):
+            told = f"{begun[state.rank]} collectives of group {group}, {waiting} {most}"
+            found.append(_suspect(state, f"it has begun {told}", certain=moves(states) is False))
     return found
 
 
@@ -326,10 +314,9 @@ def find_address(files: RunFiles) -> Address | None:
 
     The user may have set another port, or another machine, which is never asked.
     """
+    uses_nccl = any(str(r.report.get("device", "")).startswith("cuda") for r in files.ranks)
     variables: dict[str, Any] = {}
-    uses_nccl = False
     for rank in files.ranks:
-        uses_nccl |= str(rank.report.get("device", "")).startswith("cuda")
         variables |= mapping(rank.last("environment").get("variables"))
     host, _, port = (text(variables.get("NCCL_RAS_ADDR")) or f"localhost:{PORT}").rpartition(":")
     host = host.strip("[]").lower()
@@ -412,22 +399,17 @@ def _judge_communicator(content: Mapping[str, Any]) -> list[NcclRank]:
     size, found = integer(content.get("size")), []
     for missing in objects(content.get("missing_ranks")):
         status = mapping(missing.get("status"))
-        why = "its process is not reached by NCCL's RAS"
+        why = _UNREACHED
         if status.get("unresponsive") is not True and status.get("considered_dead") is not True:
             why = f"it has not joined a communicator of {size} ranks"
         found.append(_ras_rank(missing, size, why))
-    counts: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
-    for rank in objects(content.get("ranks")):
-        for kind, count in mapping(rank.get("collective_counts")).items():
-            if (number := integer(count)) is not None:
-                counts.setdefault(kind, []).append((number, rank))
-    for kind, known in counts.items():
-        most = max(number for number, _ in known)
-        found += [
-            _ras_rank(rank, size, _behind_text(kind, number, most))
-            for number, rank in known
-            if number < most
-        ]
+    ranks = objects(content.get("ranks"))
+    told = [(rank, mapping(rank.get("collective_counts"))) for rank in ranks]
+    for kind in dict.fromkeys(kind for _, counts in told for kind in counts):
+        known = [(n, rank) for rank, counts in told if (n := integer(counts.get(kind))) is not None]
+        most = max((number for number, _ in known), default=0)
+        found += [_ras_rank(rank, size, _behind_text(kind, number, most))
+                  for number, rank in known if number < most]  # fmt: skip
     return found
 
 
@@ -442,6 +424,7 @@ def _behind_text(kind: str, count: int, most: int) -> str:
     return f"it has begun {count} {visible(kind)[:40]}, others {most}, as NCCL's RAS tells"
 
 
+_UNREACHED = "its process is not reached by NCCL's RAS"
 _GROUP = re.compile(r"\s*(\d{1,9})(?:\s+[\d-]+){3}\s+(\d{1,9})\s+\d+\s+\w+\s+\w+\s*$")
 """A row of the table of groups: its number, and the fifth column, ranks per communicator."""
 _HEADING = re.compile(r"#(\d{1,9})-\d+ \([0-9a-f]+\) ([A-Z]+)$")
@@ -464,11 +447,8 @@ def _parse_text(answer: str) -> list[NcclRank]:
 
     def settle() -> None:
         """Those that have begun fewer than the most of one kind of operation."""
-        found.extend(
-            NcclRank(rank=rank, size=of, pid=pid, why=_behind_text(kind, count, most))
-            for rank, count, pid, of in behind
-            if count < most
-        )
+        found.extend(NcclRank(rank=rank, size=of, pid=pid, why=_behind_text(kind, count, most))
+                     for rank, count, pid, of in behind if count < most)  # fmt: skip
         behind.clear()
 
     for line in answer.splitlines():
@@ -488,26 +468,21 @@ def _parse_text(answer: str) -> list[NcclRank]:
         elif one := _RANK.match(line):
             pid = int(one[4]) if one[4] else None
             if section == "INCOMPLETE":
-                found.append(NcclRank(rank=int(one[1]), size=size, pid=pid,
-                                     why="its process is not reached by NCCL's RAS"))  # fmt: skip
+                found.append(NcclRank(rank=int(one[1]), size=size, pid=pid, why=_UNREACHED))
             elif kind and (one[2] or one[3] or shared is not None):
                 count = int(one[2] or 0) if one[2] or one[3] else shared or 0
                 most = max(most, count)
                 behind.append((int(one[1]), count, pid, size))
         elif (gone := _PROCESS.match(line)) and section in ("INCOMPLETE", "DEAD"):
-            found.append(NcclRank(rank=None, size=None, pid=int(gone[1]),
-                                 why="its process is not reached by NCCL's RAS"))  # fmt: skip
+            found.append(NcclRank(rank=None, size=None, pid=int(gone[1]), why=_UNREACHED))
     settle()
     return found
 
 
 def ras_suspects(
-    states: Sequence[RankState],
-    address: Address,
-    *,
-    ask: Callable[[Address], str] = ask_ras,
+    states: Sequence[RankState], address: Address, *, ask: Callable[[Address], str] = ask_ras,
     between_s: float = _BETWEEN_S,
-) -> list[Suspect]:
+) -> list[Suspect]:  # fmt: skip
     """Ranks that block the job by what NCCL itself counts."""
     return _still_named(states, lambda: parse_ras(ask(address)), between_s, certain=True)
 
@@ -530,32 +505,22 @@ def file_suspects(
 
 
 def _still_named(
-    states: Sequence[RankState],
-    look: Callable[[], list[NcclRank]],
-    between_s: float,
-    *,
+    states: Sequence[RankState], look: Callable[[], list[NcclRank]], between_s: float, *,
     certain: bool,
-) -> list[Suspect]:
+) -> list[Suspect]:  # fmt: skip
     """Asked twice: who is behind in both answers, at the same count, does not move."""
     first = look()
     time.sleep(between_s)
     second = look()
     still = [each for each in first if each in second]
-    by_pid: dict[int, list[RankState]] = {}
-    for state in states:
-        if state.pid is not None:
-            by_pid.setdefault(state.pid, []).append(state)
-    by_rank = {state.rank: state for state in states}
     found: dict[int, Suspect] = {}
     for each in still:
-        named = by_pid.get(each.pid, []) if each.pid is not None else []
-        named = [state for state in named if each.host in (None, state.host)]
-        if each.pid is None and each.rank is not None and each.size == len(states):
-            named = [by_rank[each.rank]] if each.rank in by_rank else []
+        if each.pid is not None:
+            named = [s for s in states if s.pid == each.pid and each.host in (None, s.host)]
+        else:
+            named = [s for s in states if s.rank == each.rank and each.size == len(states)]
         if len(named) == 1:  # two nodes may have the same process id
-            state = named[0]
-            suspect = Suspect(rank=state.rank, reason=each.why, doing=doing(state), certain=certain)
-            found.setdefault(state.rank, suspect)
+            found.setdefault(named[0].rank, _suspect(named[0], each.why, certain=certain))
     if still and not found:
         raise MissingDataError("NCCL names ranks, but no process of this job")
     return list(found.values())

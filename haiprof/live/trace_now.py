@@ -10,7 +10,7 @@ from typing import Any
 
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import NS_PER_S
-from haiprof.live.find import Answers, Member, ask, find_missing_ranks, members
+from haiprof.live.find import Answers, Member, Progress, ask, find_missing_ranks, members
 from haiprof.run_analysis.run_files import integer, text
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.control import OVER, TOO_LATE, read_members
@@ -77,24 +77,14 @@ class TraceNow:
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        return {
-            "run": self.run,
-            "window": self.window,
-            "aligned": self.aligned,
-            "ranks": [asdict(rank) for rank in self.ranks],
-            "notes": list(self.notes),
-        }
+        found = {**asdict(self), "aligned": self.aligned}
+        return {key: found[key] for key in ("run", "window", "aligned", "ranks", "notes")}
 
 
 def trace_now(
-    run: RunPaths,
-    options: Mapping[str, Any],
-    *,
-    ranks: tuple[int, ...] | None = None,
-    timeout_s: float | None = None,
-    start_wall_ns: int = 0,
-    progress: Callable[[str], None] = lambda _: None,
-) -> TraceNow:
+    run: RunPaths, options: Mapping[str, Any], *, ranks: tuple[int, ...] | None = None,
+    timeout_s: float | None = None, start_wall_ns: int = 0, progress: Progress = lambda _: None,
+) -> TraceNow:  # fmt: skip
     """Asks every rank for a window that starts at the same step, and waits for the files.
 
     With `start_wall_ns` at the first step from about that Unix time on.
@@ -117,7 +107,7 @@ def trace_now(
     return _with_files(run, found, answers, progress)
 
 
-def wait_until(wall_ns: int, before_s: float, progress: Callable[[str], None]) -> None:
+def wait_until(wall_ns: int, before_s: float, progress: Progress) -> None:
     """Waits until so many seconds before a Unix time; not at all where that has passed."""
     left_s = (wall_ns - time.time_ns()) / NS_PER_S - before_s
     if left_s > 0:
@@ -127,8 +117,7 @@ def wait_until(wall_ns: int, before_s: float, progress: Callable[[str], None]) -
 
 def _ask_once(
     run: RunPaths, asked: Sequence[Member], options: Mapping[str, Any], *,
-    ranks: tuple[int, ...] | None, timeout_s: float | None, lead_s: float,
-    progress: Callable[[str], None],
+    ranks: tuple[int, ...] | None, timeout_s: float | None, lead_s: float, progress: Progress,
 ) -> tuple[TraceNow, Answers]:  # fmt: skip
     """One request and its answers, before the traces are written."""
     window = next_window(run)  # reads the run: before the ranks say how far they are
@@ -146,19 +135,16 @@ def _ask_once(
         **options, "window": window, "first": first, "ahead_s": lead_s, "valid_s": wait_s,
     }  # fmt: skip
 
-    def tell_done(done: int, of: int) -> None:
-        if done:
-            progress(f"{done} of {of} ranks are done")
-
-    answers = ask(run, "trace", arguments, timeout_s=wait_s, ranks=ranks, progress=tell_done)
-    found = TraceNow(
-        run=str(run.root),
-        window=window,
-        ranks=tuple(_rank_trace(run, member, answers) for member in asked),
+    answers = ask(
+        run, "trace", arguments, timeout_s=wait_s, ranks=ranks,
+        progress=lambda done, of: progress(f"{done} of {of} ranks are done"),
+    )  # fmt: skip
+    return TraceNow(
+        run=str(run.root), window=window,
+        ranks=tuple(_rank_trace(member, answers) for member in asked),
         counted_alike=all(reply.get("counts_all", True) is True for reply in statuses),
         notes=find_missing_ranks(run).notes if ranks is None else (),
-    )
-    return found, answers
+    ), answers  # fmt: skip
 
 
 def _pace(statuses: Iterable[Mapping[str, Any]]) -> float:
@@ -186,60 +172,44 @@ def next_window(run: RunPaths) -> int:
     return highest + 1 if isinstance(highest, int) else 0
 
 
-def _rank_trace(run: RunPaths, member: Member, answers: Answers) -> RankTrace:
+def _rank_trace(member: Member, answers: Answers) -> RankTrace:
     reply = answers.replies.get(member.name, {})
-    silent, reason = member in answers.silent, text(reply.get("reason"))
-    if silent:
+    state, reason, steps = str(reply.get("state")), text(reply.get("reason")), reply.get("steps")
+    if member in answers.silent:
         late = "took the request, and did not reach the steps in time"
-        reason = late if reply.get("state") == "accepted" else "no answer"
+        state, reason = "silent", late if state == "accepted" else "no answer"
+    whole = isinstance(steps, list) and [type(step) for step in steps] == [int, int]
     return RankTrace(
-        rank=member.rank,
-        host=member.host,
-        state="silent" if silent else str(reply.get("state")),
-        reason=reason,
-        steps=_steps(reply.get("steps")),
-        stall_ns=integer(reply.get("stall_ns")),
-        path=None,
-    )
+        rank=member.rank, host=member.host, state=state, reason=reason, path=None,
+        steps=(steps[0], steps[1]) if whole else None, stall_ns=integer(reply.get("stall_ns")),
+    )  # fmt: skip
 
 
-def _steps(value: object) -> tuple[int, int] | None:
-    if isinstance(value, list) and len(value) == 2 and all(type(step) is int for step in value):
-        return value[0], value[1]
-    return None
-
-
-def _with_files(
-    run: RunPaths, found: TraceNow, answers: Answers, progress: Callable[[str], None]
-) -> TraceNow:
+def _with_files(run: RunPaths, found: TraceNow, answers: Answers, progress: Progress) -> TraceNow:
     """The same with the traces' paths, once the agents have compressed them."""
-    stems: dict[int | None, str] = {}
-    elsewhere: dict[int | None, str] = {}
+    files: dict[int | None, Path] = {}
+    places: dict[int | None, str] = {}
     for reply in answers.replies.values():
-        rank, stem = reply.get("rank"), reply.get("stem")
-        if isinstance(stem, str) and "run" in reply:
-            place = f"{reply['run']}/traces/{stem}{TRACE_SUFFIX}"
-            elsewhere[rank] = f"{reply.get('host')}:{place}"
-        elif isinstance(stem, str):
-            stems[rank] = stem
-    limit = time.monotonic() + WRITE_S
-    told = False
-    while True:
-        paths = {rank: path for rank, stem in stems.items() if (path := _file(run, stem))}
-        if len(paths) == len(stems) or time.monotonic() > limit:
-            break
-        if not told:
-            told = True
-            progress("the traces are being compressed")
-        time.sleep(_POLL_S)
-    places = elsewhere | {rank: str(path) for rank, path in paths.items()}
+        rank, name = reply.get("rank"), f"{reply.get('stem')}{TRACE_SUFFIX}"
+        if isinstance(reply.get("stem"), str) and "run" in reply:
+            places[rank] = f"{reply.get('host')}:{reply['run']}/traces/{name}"
+        elif isinstance(reply.get("stem"), str):
+            files[rank] = run.traces / name
+    own = [path for path in files.values() if path.parent == run.traces]
+    wait_for_files(own, WRITE_S, progress)
+    places |= {rank: str(path) for rank, path in files.items() if path in own and path.is_file()}
     done = [replace(rank, path=places.get(rank.rank)) for rank in found.ranks]
     return replace(found, ranks=tuple(done))
 
 
-def _file(run: RunPaths, stem: str) -> Path | None:
-    path = run.traces / f"{stem}{TRACE_SUFFIX}"
-    return path if "/" not in stem and path.is_file() else None
+def wait_for_files(paths: Sequence[Path], limit_s: float, progress: Progress) -> None:
+    """Waits until the traces are compressed, or the time for that is up."""
+    limit, told = time.monotonic() + limit_s, False
+    while not all(path.is_file() for path in paths) and time.monotonic() <= limit:
+        if not told:
+            progress("the traces are being compressed")
+        told = True
+        time.sleep(_POLL_S)
 
 
 def failures(found: TraceNow) -> Sequence[RankTrace]:
@@ -252,22 +222,14 @@ DRAIN_S = 2.5
 _ANSWER_S = 5.0
 _TALK_S = 10.0
 
-Progress = Callable[[str], None]
-
 
 def collect(
-    run: RunPaths,
-    time_s: float,
-    *,
-    trace: Mapping[str, Any] | None = None,
-    trace_timeout_s: float | None = None,
-    progress: Progress = lambda _: None,
-) -> tuple[tuple[int, int], TraceNow | None]:
+    run: RunPaths, time_s: float, *, trace: Mapping[str, Any] | None = None,
+    trace_timeout_s: float | None = None, progress: Progress = lambda _: None,
+) -> tuple[tuple[int, int], TraceNow | None]:  # fmt: skip
     """Waits until the next seconds of a job, or what it still trains of them, are in its files."""
-    since = time.time_ns()
-    limit = time.monotonic() + time_s
+    since, limit, traced = time.time_ns(), time.monotonic() + time_s, None
     progress(f"watching the job for {time_s:g} s")
-    traced = None
     if trace is not None:
         traced = trace_now(run, trace, timeout_s=trace_timeout_s, progress=progress)
     wait(lambda: not members(run), limit, progress)
