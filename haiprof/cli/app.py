@@ -34,7 +34,8 @@ _MIN_WIDTH, _MAX_WIDTH = 60, 100
 def command_function(name: str) -> Callable[..., None]:
     """The function of a command; its module is imported now."""
     module, _, function = COMMANDS[name].function.partition(":")
-    found = getattr(importlib.import_module(f"haiprof.cli.{module}"), function)
+    own = name.replace("-", "_")
+    found = getattr(importlib.import_module(f"haiprof.cli.{module or own}"), function or own)
     return cast("Callable[..., None]", found)
 
 

@@ -94,7 +94,7 @@ class Parameter:
     @property
     def is_switch(self) -> bool:
         """Whether it takes no value."""
-        return self.kind is bool
+        return _is_switch(self.kind)
 
     def read(self, texts: Sequence[str], command: str) -> Any:  # noqa: ANN401 - of any type
         """What the function gets for these words."""
@@ -111,7 +111,7 @@ class Parameter:
                 f"{command}: {declared.spelling} is missing", hint=f"haiprof {command} --help"
             )
         else:
-            return False if self.is_switch and declared.default is None else declared.default
+            found = False if self.is_switch and declared.default is None else declared.default
         return found if declared.callback is None else declared.callback(found)
 
     def _value(self, text: str) -> Any:  # noqa: ANN401
@@ -138,6 +138,10 @@ class Parameter:
         return value
 
 
+def _is_switch(kind: Any) -> bool:  # noqa: ANN401
+    return kind not in _KINDS and not get_args(kind)
+
+
 def parameters_of(function: Callable[..., Any]) -> list[Parameter]:
     """What a command declares; what has neither a default nor room for None must be given."""
     found = []
@@ -148,7 +152,7 @@ def parameters_of(function: Callable[..., Any]) -> list[Parameter]:
             kind = next(part for part in get_args(kind) if part is not type(None))
         several = get_origin(kind) is list
         kind = get_args(kind)[0] if several else kind
-        is_given = is_optional or kind is bool or declared.default is not None
+        is_given = is_optional or _is_switch(kind) or declared.default is not None
         found.append(Parameter(name=each.name, declared=declared, kind=kind, several=several,
                                is_required=not is_given))  # fmt: skip
     return found

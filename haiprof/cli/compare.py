@@ -38,7 +38,7 @@ def compare(
     from_step: int | None = option(
         "--from-step N", "Compare the steps of RUN from step N on with those before it.", low=1
     ),
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
     form: shared.Form = shared.OUTPUT_FORM,
 ) -> None:
     """Compare two recorded runs, or two traces: is the new one slower, and by what.
@@ -66,7 +66,7 @@ def compare(
     from haiprof.diagnosis.compare.comparison import compare_runs, compare_steps, exceeds
     from haiprof.show.views import compare as views
 
-    output = Output(json=as_json or form == "json", markdown=form == "markdown")
+    output = Output(json=output.json or form == "json", markdown=form == "markdown")
     limit = parse_percent(fail_if_slower)
     if from_step is not None:
         if len(runs or []) > 1 or baseline is not None or limit is not None:
@@ -85,7 +85,7 @@ def compare(
         else:
             trace_diff(
                 before_traces, after_traces, fail_if_slower, steps=None, test_steps=None,
-                window=None, short_names=False, geometry=False, as_json=output.json,
+                window=None, short_names=False, geometry=False, output=output,
             )  # fmt: skip
         return
     if before_traces or after_traces:
@@ -183,7 +183,7 @@ def trace_diff(
     window: int | None = shared.WINDOW,
     short_names: bool = option("--short-names", "Kernels without template arguments are one."),
     geometry: bool = shared.GEOMETRY,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Compare traces from before and after, step by step and name by name.
 
@@ -205,9 +205,8 @@ def trace_diff(
 
     tolerance = parse_percent(fail_if_slower)
     chosen = shared.parse_steps(steps)
-    output = Output(json=as_json)
     before, after = (TraceQuestions(path, window=window) for path in (control, test))
-    with shared.ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=output.json):
         found = before.diff(
             after,
             names=SHORT if short_names else FULL,

@@ -10,7 +10,7 @@ from haiprof.base.messages import print_message
 from haiprof.base.version import __version__
 from haiprof.cli.command_line import argument, option
 from haiprof.cli.output import Output
-from haiprof.cli.shared import AS_JSON
+from haiprof.cli.shared import OUTPUT
 
 if TYPE_CHECKING:
     from haiprof.live.kineto_trace import GpuTrace, NodeAnswer
@@ -54,7 +54,7 @@ def dyno(
         "--fail-on-no-process", "Status 1 where no process is found."
     ),
     duration_s: int = option("--duration-s SECONDS", "How long dcgm-pause lasts.", 300, low=1),
-    as_json: bool = AS_JSON,
+    output: Output = OUTPUT,
 ) -> None:
     """Take dynolog's command line: alias dyno='haiprof trace dyno'.
 
@@ -71,7 +71,6 @@ def dyno(
     """
     from haiprof.live.kineto_trace import GpuTrace, has_daemon
 
-    output = Output(json=as_json)
     question: GpuTrace | dict[str, Any]
     if command == "gputrace":
         named = {"shapes": record_shapes, "memory": profile_memory, "stacks": with_stacks,

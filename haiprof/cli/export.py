@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -105,7 +105,7 @@ def merge(
     no_counters: bool = option("--no-counters", "Leave the run's counters out."),
     no_phases: bool = option("--no-phases", "Leave haiprof's phases out."),
     force: bool = option("-f --force", "Replace FILE if it already exists."),
-    as_json: bool = shared.AS_JSON,
+    out: Output = shared.OUTPUT,
 ) -> None:
     """Write all ranks' traces into one timeline, each with lanes of its own.
 
@@ -126,17 +126,16 @@ def merge(
     sources = [shared.trace_target(source) for source in sources or [shared.existing_log_dir()]]
     output = output or default_output(sources)
     to_stdout = str(output) == "-"
-    if to_stdout and as_json:
+    if to_stdout and out.json:
         raise UsageError("merge: -o - and --json both write to standard output; give one")
     options = MergeOptions(
         ranks=shared.parse_ranks(ranks), steps=shared.parse_steps(steps), window=window,
         by_collectives=not wall_clocks, counters=not no_counters, phases=not no_phases, force=force,
     )  # fmt: skip
-    out = Output(json=as_json)
     one_pass = wall_clocks and steps is None
-    with shared.ReadProgress(quiet=as_json or one_pass) as waiting:
+    with shared.ReadProgress(quiet=out.json or one_pass) as waiting:
         report = merge_traces(
-            sources, output, options, reading=waiting, writing=_WriteProgress(quiet=as_json)
+            sources, output, options, reading=waiting, writing=_WriteProgress(quiet=out.json)
         )
     for line in report.faults:
         out.hint(f"warning: {line}")
@@ -186,7 +185,7 @@ def link(
     ),
     rank: int | None = shared.RANK,
     window: int | None = shared.WINDOW,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Link execution traces to timelines, operator by operator.
 
@@ -204,9 +203,8 @@ def link(
     from haiprof.trace_analysis.execution_link import link as link_pair
     from haiprof.trace_analysis.execution_link import linked_path, pairs, write_rank
 
-    output = Output(json=as_json)
     shares, written = [], []
-    with shared.ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=output.json):
         found, alone = pairs(traces, execution, window=window, rank=rank)
         for pair in found:
             linked = link_pair(pair)
@@ -254,7 +252,7 @@ def chakra(
         "Of the graph: levels of operators; left out: as many as --max-nodes allows.",
         low=1,
     ),
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Convert execution traces to Chakra (MLCommons), or draw the graph.
 
@@ -279,9 +277,8 @@ def chakra(
         raise UsageError("give -o DIR (Chakra files) or --graph FILE (a picture)")
     if graph_file is not None:
         check_ending(graph_file)
-    output = Output(json=as_json)
     rows, notes = [], []
-    with shared.ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=output.json):
         for graph, said in graphs(source, execution, window=window, rank=rank):
             notes += said
             if folder is not None:
@@ -307,7 +304,7 @@ def scalars(
         "--follow", "Keep writing until the job has ended, or until interrupted."
     ),
     every: float = option("--every SECONDS", "Time between two looks at the run.", 5.0, low=0.5),
-    as_json: bool = option("--json", "Print what was written as JSON at the end."),
+    output: Output = replace(shared.OUTPUT, help="Print what was written as JSON at the end."),
 ) -> None:
     """Write step time, phases, CPU, memory and GPU of every rank as scalars for TensorBoard.
 
@@ -324,7 +321,7 @@ def scalars(
 
     analyzer = shared.open_target(directory)
     written = write_scalars(analyzer.run, follow=follow, every_s=every)
-    Output(json=as_json).show(lambda _: written.line, asdict(written))
+    output.show(lambda _: written.line, asdict(written))
 
 
 def wandb(directory: Path | None = shared.RUN_DIR) -> None:
@@ -367,7 +364,7 @@ def otlp(
         "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, else this machine's.",
     ),
     follow: bool = option("--follow", "The job runs: also what comes, every 10 s until it ends."),
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Push every sample of a run, and its steps, to an OpenTelemetry collector by OTLP/HTTP.
 
@@ -383,7 +380,7 @@ def otlp(
     """
     from haiprof.compat.otlp import Sender, find_collector
 
-    output, collector = Output(json=as_json), find_collector(endpoint, os.environ)
+    collector = find_collector(endpoint, os.environ)
     sender, analyzer = Sender(collector, print_message), shared.open_target(directory)
     if follow:
         _push_while_it_runs(sender, analyzer)

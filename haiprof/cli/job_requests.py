@@ -29,7 +29,7 @@ def snapshot(
     job: str | None = shared.JOB_NAME,
     hang: bool = option("--hang", "The job hangs: also compare the ranks' last collectives."),
     log_dir: list[Path] | None = shared.LOG_DIRS,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Show what every rank of a running job does now: for a job that hangs, who holds it up.
 
@@ -46,7 +46,6 @@ def snapshot(
     from haiprof.live.snapshot import take_snapshot
     from haiprof.show.views.requests import snapshot_view
 
-    output = Output(json=as_json)
     found = take_snapshot(shared.the_job(job, log_dir).run, hang=hang, progress=print_message)
     output.show(lambda _: snapshot_view(found), found.as_json())
     output.hint(f"kept in {found.path}")
@@ -71,7 +70,7 @@ def attach(
         "which are listed before anything is done.",
     ),
     log_dir: list[Path] | None = shared.LOG_DIRS,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Record a running job for a while, and show what makes it slow.
 
@@ -112,9 +111,9 @@ def attach(
         done = attach_injecting(processes, wish, print_message)
     else:
         done = attach_sampling(processes, wish, print_message)
-    _show(done, Output(json=as_json))
+    _show(done, output)
     if copies is not None:
-        copies(RunPaths(Path(done.run))).finish(pause, quiet=as_json)
+        copies(RunPaths(Path(done.run))).finish(pause, quiet=output.json)
 
 
 def _show(done: Attached, output: Output) -> None:
@@ -231,7 +230,7 @@ def trace_now(
         "haiprof-traces).",
     ),
     log_dir: list[Path] | None = shared.LOG_DIRS,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Trace a running job with torch.profiler: the same steps on every rank of every node.
 
@@ -253,7 +252,6 @@ def trace_now(
     from haiprof.live.trace_now import trace_now as ask_for_trace
     from haiprof.show.views.requests import trace_now_view
 
-    output = Output(json=as_json)
     start_ns = parse_start(start_at)
     options = {
         "count": steps, "time_s": seconds or 0, "stacks": stacks, "shapes": shapes,

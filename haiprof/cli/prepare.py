@@ -13,7 +13,7 @@ from haiprof.base.log_addresses import is_address
 from haiprof.base.messages import print_message
 from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.output import Output
-from haiprof.cli.shared import AS_JSON, default_log_dir
+from haiprof.cli.shared import OUTPUT, default_log_dir
 from haiprof.run_format.node_history import LIMIT_MB
 
 
@@ -37,7 +37,7 @@ def preflight(
     backend: str | None = option(
         "--backend NAME", "Of torch.distributed; left out: nccl on GPUs, else gloo."
     ),
-    as_json: bool = AS_JSON,
+    output: Output = OUTPUT,
 ) -> None:
     """Measure ranks, nodes and links before a job, and name those that differ from their peers.
 
@@ -63,7 +63,6 @@ def preflight(
     begun = time.monotonic()
     ranks = run_preflight(words or [], folder=folder, limit_s=seconds, backend=backend)
     found = judge_preflight(ranks, known)
-    output = Output(json=as_json)
     if found.ranks[0]["host"] == socket.gethostname():  # of several nodes one keeps it
         try:
             path = keep_preflight(found, default_log_dir(), time.time_ns())
@@ -110,7 +109,7 @@ def try_loader(
         "the cores).",
     ),
     log_dir: str | None = option("--log-dir DIR", "Keep the trials' runs here."),
-    as_json: bool = AS_JSON,
+    output: Output = OUTPUT,
 ) -> None:
     """Measure what a faster DataLoader would bring: the job's first steps, run again and again.
 
@@ -143,14 +142,14 @@ def try_loader(
         words, counts=counts, steps=steps, time_s=seconds, start=own_command,
         progress=print_message, kept=None if log_dir is None else Path(log_dir),
     )  # fmt: skip
-    Output(json=as_json).show(
+    output.show(
         lambda _: loader_trials_view(trials),
         {"command": words, "headline": trials_headline(trials), "trials": trials},
     )
 
 
 def doctor(
-    as_json: bool = AS_JSON,
+    output: Output = OUTPUT,
     every_row: bool = option("--all", "Every counter on a line of its own, missing ones too."),
 ) -> None:
     """Show every counter of this node: its value, source and cost, or why there is none.
@@ -180,7 +179,6 @@ def doctor(
     nsys = find_nsys(os.environ)
     tools = find_tools(known={"nsys": nsys} if isinstance(nsys, str) else {})
     permissions, node = find_permissions(), software()
-    output = Output(json=as_json)
     rows = [counter_row(state) for state in counters]
     output.show(
         lambda _: doctor_view(counters, tools, permissions, node=node, every_row=every_row),
@@ -202,7 +200,7 @@ def node(
     directory: Path | None = argument(
         "DIR",
         "Where the records are; several nodes may share it. Default: ~/.local/state/haiprof/node.",
-        callback=Path.expanduser,
+        callback=lambda path: path and path.expanduser(),
     ),
     show: bool = option("--show", "Show what is there instead of recording."),
     last: str = option(
@@ -220,7 +218,7 @@ def node(
     allow: str = option(
         "--prometheus-allow USERS", "Who else may read it: names, uids, or all.", ""
     ),
-    as_json: bool = AS_JSON,
+    output: Output = OUTPUT,
 ) -> None:
     """Record this node without a job, for months: counters, jobs that come and go, GPUs held.
 
@@ -241,7 +239,7 @@ def node(
 
     folder = directory or recording_folder(os.environ).with_name("node")
     if show:
-        _show_nodes(folder, last, Output(json=as_json))
+        _show_nodes(folder, last, output)
         return
     from haiprof.base.options import Options, parse_value
     from haiprof.base.stop_signal import stop_event

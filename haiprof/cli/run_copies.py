@@ -18,7 +18,7 @@ from haiprof.base.options import ENV_LOG_DIR
 from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.names import own_command
 from haiprof.cli.output import Output
-from haiprof.cli.shared import AS_JSON, default_options, existing_log_dir
+from haiprof.cli.shared import OUTPUT, default_options, existing_log_dir
 from haiprof.launch.run_directories import RunCopies
 from haiprof.run_format.layout import RunPaths
 
@@ -39,7 +39,7 @@ def put(
     silent: bool = option(
         "--silent", "Print nothing at all; the exit status says whether it worked."
     ),
-    as_json: bool = AS_JSON,
+    output: Output = OUTPUT,
 ) -> None:
     """Put a run at an address: object storage, or any other file system that fsspec knows.
 
@@ -80,9 +80,9 @@ def put(
     finally:
         signal.signal(signal.SIGTERM, before)
     shown = mask_text(result.target)
-    output = Output(json=as_json, quiet=quiet or silent)
+    output = Output(json=output.json, quiet=quiet or silent)
     data = {"address": shown, "files": result.file_count, "bytes": result.size_bytes}
-    if as_json:
+    if output.json:
         output.show(lambda _: "", data)
     files = count_text(result.file_count, "file")
     output.hint(f"put {files} ({bytes_text(result.size_bytes)}) at {shown}")
@@ -101,7 +101,7 @@ def fetch(
     output: Path | None = option(
         "-o --output DIR", "The log directory that it is put into. Left out: the default one."
     ),
-    as_json: bool = AS_JSON,
+    shown: Output = OUTPUT,
 ) -> None:
     """Fetch a run that was put at an address, to read it more than once or without network.
 
@@ -123,8 +123,7 @@ def fetch(
     with convert_os_errors(UsageError, str(folder)):
         make_named_folder(folder)
     run = fetch_run(address, folder)
-    shown = Output(json=as_json)
-    if as_json:
+    if shown.json:
         shown.show(lambda _: "", {"path": run})
     shown.hint(f"fetched into {run}")
     shown.hint(f"next: haiprof verdict {shlex.quote(str(run))}")

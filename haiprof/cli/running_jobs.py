@@ -17,7 +17,7 @@ from rich.live import Live
 from haiprof.base.errors import HaiprofError
 from haiprof.cli.command_line import option
 from haiprof.cli.output import Output, json_text, stdout_console, terminal_width
-from haiprof.cli.shared import AS_JSON, JOB_NAME, LOG_DIRS, log_dirs, sees_others
+from haiprof.cli.shared import JOB_NAME, LOG_DIRS, OUTPUT, log_dirs, sees_others
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.views.jobs import BACK, DOWN, ENTER, QUIT, UP
 
@@ -38,7 +38,7 @@ def ps(
     verdict: bool = option(
         "--verdict", "Also the verdict on the last two minutes, in one line each."
     ),
-    as_json: bool = AS_JSON,
+    output: Output = OUTPUT,
 ) -> None:
     """List the jobs that run under haiprof now: their progress and their speed.
 
@@ -51,7 +51,6 @@ def ps(
     """
     from haiprof.live.find import running_jobs
 
-    output = Output(json=as_json)
     running = running_jobs(log_dirs(log_dir), others=sees_others())
     if not running:  # no need to load what reads jobs
         output.show(lambda _: _NO_JOB, {"jobs": []})
@@ -159,7 +158,7 @@ def top(
     once: bool = option("--once", "Print one frame and end, as where the output is no terminal."),
     follow: bool = option("--follow", "With --json: one line each second until the job ends."),
     log_dir: list[Path] | None = LOG_DIRS,
-    as_json: bool = AS_JSON,
+    output: Output = OUTPUT,
 ) -> None:
     """Watch running jobs: steps, their time and split, CPU and GPU, each rank, the verdict so far.
 
@@ -182,9 +181,9 @@ def top(
 
     if job is not None and Path(job).is_dir() and not RunPaths(Path(job)).manifest.exists():
         log_dir, job = [Path(job)], None  # as `haiprof ls DIR` takes a log directory
-    is_live = not (as_json or once) and sys.stdout.isatty()
-    if job is None and not (is_live or as_json):
-        ps(log_dir=log_dir, verdict=False, as_json=False)
+    is_live = not (output.json or once) and sys.stdout.isatty()
+    if job is None and not (is_live or output.json):
+        ps(log_dir=log_dir, verdict=False, output=output)
         return
     others = sees_others()
     found = None
@@ -196,14 +195,14 @@ def top(
     )
     selection = Selection(level=JOBS if found is None else RANKS, alone=found is not None)
     try:
-        if as_json and follow:
+        if output.json and follow:
             _lines(watch)
         elif is_live:
             _live(watch, selection, stdout_console())
         else:
             jobs, colored = watch.look(), shows_colors(stdout_console())
             view = top_view(jobs, selection, height=None, colored=colored)
-            Output(json=as_json).show(lambda _: view, {"jobs": [job.as_json() for job in jobs]})
+            output.show(lambda _: view, {"jobs": [job.as_json() for job in jobs]})
     finally:
         watch.stop()
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def overview(
     directory: Path | None = shared.RUN_DIR,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
     html: Path | None = shared.HTML_FILE,
 ) -> None:
     """Show the whole job: per rank the steps and their time split, CPU, memory, traffic, GPU.
@@ -38,7 +38,6 @@ def overview(
     from haiprof.show.views.run import overview_view
 
     analyzer = shared.open_target(directory)
-    output = Output(json=as_json)
     summary = overview_summary(analyzer)
     if html is not None:
         _write_part(html, analyzer, output)
@@ -59,7 +58,7 @@ def rank(
         "A run or log directory and a rank, in either order. Left out: rank 0 of the newest run.",
     ),
     number: int | None = shared.RANK,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
     html: Path | None = shared.HTML_FILE,
 ) -> None:
     """Show one rank over time: each phase's statistics, the slowest steps, pauses, its counters.
@@ -77,7 +76,6 @@ def rank(
     from haiprof.show.rank_summary import one_rank_summary
     from haiprof.show.views.run import rank_view
 
-    output = Output(json=as_json)
     summary = one_rank_summary(analyzer, chosen)
     if html is not None:
         _write_part(html, analyzer, output, rank=chosen)
@@ -125,7 +123,7 @@ def lines(
         "Write all stacks as lines `frame;frame COUNT`, for flamegraph.pl and others.",
     ),
     force: bool = option("--force", "Replace a file that already exists."),
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Show which lines of your code take the time, by rank and position, as they were sampled.
 
@@ -163,7 +161,7 @@ def lines(
         known = f"its ranks: {', '.join(map(str, ranks))}"
         raise MissingDataError(f"the run has no rank {rank}", hint=known)
     samples, found, notes = sampled_lines(analyzer, rank, phase)
-    output, run_name = Output(json=as_json), analyzer.run.root.name
+    run_name = analyzer.run.root.name
     for path, export in (
         (speedscope, partial(stack_export.speedscope, name=run_name)),
         (collapsed, stack_export.collapsed_lines),
@@ -194,7 +192,7 @@ def goodput(
         "runs: exactly these. Left out: the newest run of the log directory that a job started "
         "here would write to.",
     ),
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
     form: shared.Form = shared.OUTPUT_FORM,
 ) -> None:
     """Show where a job's wall time went, from its first start to its last end: it adds up to 100 %.
@@ -229,7 +227,7 @@ def goodput(
     folders, joined = runs_of_job(RunPaths(named[0])) if len(named) == 1 else (named, "as named")
     joined = joined if len(folders) > 1 else ""
     found = job_goodput(list(dict.fromkeys(folders)))
-    output = Output(json=as_json or form == "json", markdown=form == "markdown")
+    output = Output(json=output.json or form == "json", markdown=form == "markdown")
     output.show(
         lambda _: goodput_view(found, joined=joined),
         goodput_data(found, folders, joined=joined),
@@ -260,7 +258,7 @@ def list_runs(
         "Instead of runs, the nodes that verdicts of runs and kept preflights named: how often, "
         "and as what.",
     ),
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """List the runs in a log directory, newest last: start, ranks, steps, state, exit status.
 
@@ -276,7 +274,6 @@ def list_runs(
       haiprof ls --json | jq -r '.runs[-1].path'
     """
     log_dir = directory if directory is not None else shared.existing_log_dir()
-    output = Output(json=as_json)
     if nodes:
         if everything or job is not None:
             raise UsageError("ls --nodes is of all runs: --all and --job do not go with it")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from haiprof.base.messages import print_message
 from haiprof.cli.command_line import ExitStatus, argument, option
 from haiprof.cli.output import Output
-from haiprof.cli.shared import AS_JSON
+from haiprof.cli.shared import OUTPUT
 
 if TYPE_CHECKING:
     from haiprof.launch.submit.engines import JobSpec
@@ -72,7 +72,7 @@ def submit(
         "--claim NAME", "Volume claim, mounted at the log directory.", group=_SITE
     ),
     wait: bool = option("--wait", "Show the job's log, end with its exit status.", group=_SITE),
-    as_json: bool = AS_JSON,
+    output: Output = OUTPUT,
 ) -> None:
     """Start a training job in the background, here or on a cluster, recorded by haiprof.
 
@@ -117,7 +117,6 @@ def submit(
         claim=claim,
         haiprof=installed_haiprof(),
     )
-    output = Output(json=as_json)
     if emit is not None:
         _emit(spec, emit, output)
         return

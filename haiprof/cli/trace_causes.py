@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def trace_check(
-    traces: Path = shared.TRACES, window: int | None = shared.WINDOW, as_json: bool = shared.AS_JSON
+    traces: Path = shared.TRACES, window: int | None = shared.WINDOW, output: Output = shared.OUTPUT
 ) -> None:
     """Show what is wrong with the recording of traces, and what becomes of the answers.
 
@@ -34,9 +34,8 @@ def trace_check(
     from haiprof.show.views.trace_files import check_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
-    output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
-    with shared.ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=output.json):
         checks, files = analysis.trace_check(), analysis.load_report()
     faults = int(checks["is_fault"].sum())
     output.show(
@@ -66,7 +65,7 @@ def efficiency(
     peak: str | None = shared.PEAK_OPTION,
     formulas: Path | None = shared.FORMULAS_OPTION,
     window: int | None = shared.WINDOW,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Show MFU and HFU of traced steps, and which operators are far from the roofline.
 
@@ -87,9 +86,8 @@ def efficiency(
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     chosen, peaks, own = shared.parse_steps(steps), parse_peak(peak), read_formulas(formulas)
-    output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
-    with shared.ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=output.json):
         whole = analysis.step_efficiency(chosen, peaks=peaks, formulas=own)
         operators = analysis.efficiency(chosen, peaks=peaks, formulas=own)
     faults = print_faults(output, analysis, "efficiency")
@@ -109,7 +107,7 @@ def critical_path(
         "--overlay DIR", "Write a copy of the trace with the path drawn in, for Perfetto."
     ),
     window: int | None = shared.WINDOW,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Show what a step's time consists of: work of the host, of the GPU, and delays.
 
@@ -128,9 +126,8 @@ def critical_path(
     chosen = shared.parse_steps(steps)
     if chosen is not None and annotation is not None:
         raise UsageError("trace critical-path: --steps and --annotation are two windows; give one")
-    output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
-    with shared.ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=output.json):
         path = analysis.critical_path(rank, steps=chosen, annotation=annotation, instance=instance)
         if overlay is not None:
             written = analysis.overlay_critical_path(path, rank, folder=overlay)
@@ -161,7 +158,7 @@ def what_if(
     steps: str | None = shared.STEP_RANGE,
     window: int | None = shared.WINDOW,
     cluster: str | None = shared.CLUSTER,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Predict the step's time if something were faster; alone: what would help most.
 
@@ -182,7 +179,6 @@ def what_if(
 
     changes = [parse_change(text) for text in faster or ()]
     chosen, pool = shared.parse_steps(steps), shared.parse_cluster(cluster)
-    output = Output(json=as_json)
     if tables := operation_files(source):
         if faster or steps or cluster or window is not None:
             raise UsageError(
@@ -192,7 +188,7 @@ def what_if(
         jobs = [views.job_row(path) for path in tables]
         output.show(lambda _: views.job_view(jobs), {"jobs": jobs})
         return
-    with shared.ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=output.json):
         answers = views.what_if_answers(source, changes, steps=chosen, window=window, pool=pool)
         analysis = TraceQuestions(source, window=window, pool=pool)
         faults = print_faults(output, analysis, "what-if")
@@ -235,7 +231,7 @@ def memory_timeline(
     traces: Path = shared.TRACES,
     rank: int | None = shared.RANK,
     window: int | None = shared.WINDOW,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Show memory over time and what was alive at the peak, by operator.
 
@@ -255,7 +251,6 @@ def memory_timeline(
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_format.memory_snapshot import is_pickle
 
-    output = Output(json=as_json)
     if is_pickle(traces):
         snapshot = views.snapshot_answers(traces)
         output.show(lambda _: views.snapshot_view(snapshot), snapshot)
@@ -264,7 +259,7 @@ def memory_timeline(
         data = {"timeline": timeline, "at_peak": views.categories_at_peak(timeline)}
         output.show(lambda _: views.category_view(timeline), data)
     else:
-        with shared.ReadProgress(quiet=as_json):
+        with shared.ReadProgress(quiet=output.json):
             answers = views.memory_answers(TraceQuestions(traces, window=window), rank)
         output.show(lambda _: views.memory_view(answers), answers)
 
@@ -273,7 +268,7 @@ def flight_recorder(
     dumps: list[Path] = argument(
         "DUMPS", "Files, one per rank, which end in the rank's number, or a folder; or NCCL's own."
     ),
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Name the collective that does not match, and the ranks, from dumps of the Flight Recorder.
 
@@ -301,4 +296,4 @@ def flight_recorder(
     else:
         data = {"findings": found.findings, "ranks": found.ranks, "last": found.last}
         view = flight_view(found)
-    Output(json=as_json).show(lambda _: view, data | {"notes": found.notes})
+    output.show(lambda _: view, data | {"notes": found.notes})

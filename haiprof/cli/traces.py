@@ -21,7 +21,7 @@ def trace_report(
     rank: int | None = shared.RANK,
     window: int | None = shared.WINDOW,
     cluster: str | None = shared.CLUSTER,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
     csv: Path | None = shared.CSV_FOLDER,
     force: bool = shared.FORCE,
     reduce: Path | None = option(
@@ -53,10 +53,9 @@ def trace_report(
     from haiprof.show.views.trace_report import trace_view
     from haiprof.trace_analysis.report import reduce_traces, standard_report
 
-    output = Output(json=as_json)
     chosen, pool = shared.parse_steps(steps), shared.parse_cluster(cluster)
     if reduce is not None:
-        if rank is not None or csv is not None or as_json or html is not None:
+        if rank is not None or csv is not None or output.json or html is not None:
             raise UsageError("trace report: --reduce goes with --steps, --window and --cluster")
         with shared.ReadProgress(quiet=False) as waiting:
             made = reduce_traces(
@@ -65,7 +64,7 @@ def trace_report(
         output.hint(f"wrote {len(made)} summaries to {reduce}")
         output.hint(f"next: haiprof trace report {shlex.quote(str(reduce))}")
         return
-    with shared.ReadProgress(quiet=as_json) as waiting:
+    with shared.ReadProgress(quiet=output.json) as waiting:
         report = standard_report(
             traces, steps=chosen, rank=rank, window=window, pool=pool, progress=waiting
         )
@@ -139,7 +138,7 @@ def trace_table(
         "--output -o DIR", "counter-traces: where they go (default: beside each trace)."
     ),
     csv: bool = option("--as-csv", "Print the whole table as CSV.", old=("--csv",)),
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Show one table of traces whole, with the cut-offs that Holistic Trace Analysis has.
 
@@ -164,8 +163,8 @@ def trace_table(
         "runtime_cutoff": runtime_cutoff, "launch_delay_cutoff": launch_delay_cutoff,
         "operator": operator, "min_length": min_length, "top": top, "output": folder,
     })  # fmt: skip
-    questions, output = TraceQuestions(traces, window=window), Output(json=as_json)
-    with shared.ReadProgress(quiet=as_json):
+    questions = TraceQuestions(traces, window=window)
+    with shared.ReadProgress(quiet=output.json):
         found = chosen.ask(questions, shared.parse_steps(steps), **limits)
     faults = print_faults(output, questions, *OF_EACH_RANK)
     if csv:
@@ -190,7 +189,7 @@ def functions(
     hardware: bool = option(
         "--hardware", "Of a run: also what its counters and bursts were while functions ran."
     ),
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
     csv: Path | None = shared.CSV_FOLDER,
     force: bool = shared.FORCE,
     reduce: Path | None = option(
@@ -222,10 +221,9 @@ def functions(
     from haiprof.show.views.functions import functions_view
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
-    output = Output(json=as_json)
     chosen, pool = shared.parse_steps(steps), shared.parse_cluster(cluster)
     if reduce is not None:
-        if only is not None or csv is not None or as_json or hardware:
+        if only is not None or csv is not None or output.json or hardware:
             raise UsageError("functions: --reduce goes with --steps, --window and --cluster")
         from haiprof.trace_analysis.function_patterns import reduce_patterns
 
@@ -237,7 +235,7 @@ def functions(
         output.hint(f"wrote {len(made)} files to {reduce}")
         output.hint(f"next: haiprof trace functions {shlex.quote(str(reduce))}")
         return
-    with shared.ReadProgress(quiet=as_json) as waiting:
+    with shared.ReadProgress(quiet=output.json) as waiting:
         analysis = TraceQuestions(traces, pool=pool, window=window)
         patterns = analysis.patterns(chosen, geometry=geometry, progress=waiting)
     faults = print_faults(output, analysis, "kernels")
@@ -267,7 +265,7 @@ def modules(
     steps: str | None = shared.STEP_RANGE,
     depth: int | None = option("--depth N", "Only the outer N levels of the tree.", low=1),
     window: int | None = shared.WINDOW,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
 ) -> None:
     """Show which layers take the time: on the host, on the GPU, forward and backward.
 
@@ -285,9 +283,8 @@ def modules(
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
-    output = Output(json=as_json)
     analysis = TraceQuestions(traces, window=window)
-    with shared.ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=output.json):
         found = analysis.module_times(shared.parse_steps(steps))
         wall_ns = int(analysis.traced_time(shared.parse_steps(steps))["wall_ns"].sum())
     faults = print_faults(output, analysis, *OF_EACH_RANK)
@@ -306,7 +303,7 @@ def query(
     sql: str | None = argument("SQL", "One select."),
     schema: bool = option("--schema", "Show tables and columns with units and meanings."),
     window: int | None = shared.WINDOW,
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
     as_csv: bool = option("--as-csv", "Print all rows as CSV.", old=("--csv",)),
     limit: int | None = option("--limit ROWS", "Only the first rows of the answer.", low=1),
 ) -> None:
@@ -332,13 +329,12 @@ def query(
 
     if target is not None and sql is None and not schema and not Path(target).exists():
         target, sql = None, target  # the statement alone: of the newest run
-    if (sql is None) != schema or (as_json and as_csv):
+    if (sql is None) != schema or (output.json and as_csv):
         raise UsageError(
             "query: one SQL statement or --schema, and one of --json and --as-csv",
             hint='haiprof trace query TRACES "select count(*) from gpu"',
         )
-    output = Output(json=as_json)
-    with shared.ReadProgress(quiet=as_json):
+    with shared.ReadProgress(quiet=output.json):
         source = shared.trace_target(shared.existing_log_dir() if target is None else Path(target))
         analysis = TraceQuestions(source, window=window)
         tables = sql_tables(source, analysis=analysis)

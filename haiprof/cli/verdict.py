@@ -37,7 +37,7 @@ def verdict(
         "job: its id, name, script, or a process id. Left out: the newest run, with --collect "
         "the only running job of this log directory.",
     ),
-    as_json: bool = shared.AS_JSON,
+    output: Output = shared.OUTPUT,
     save: bool = option("--save", "Also write report/verdict.json and .txt into the run."),
     svg: Path | None = option("--svg FILE", "Write the card as a picture."),
     last: float | None = option(
@@ -101,7 +101,7 @@ def verdict(
 
       haiprof verdict trace.json --peak MI300X    a trace that does not name its GPU
     """
-    output = Output(json=as_json or form == "json", markdown=form == "markdown")
+    output = Output(json=output.json or form == "json", markdown=form == "markdown")
     pool = shared.parse_cluster(cluster)
     of_part = last is not None
     writes = save or svg or folder or exit_report
