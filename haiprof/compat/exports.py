@@ -45,6 +45,11 @@ def write_csv(frame: pl.DataFrame, file: BinaryIO) -> None:
         file.write(part.write_csv(include_header=False).encode())
 
 
+def write_parquet(frame: pl.DataFrame, file: BinaryIO) -> None:
+    """Writes the frame with its types; times are integers in ns of Unix time."""
+    frame.write_parquet(file)
+
+
 def print_text(write: Callable[[BinaryIO], None], stdout: BinaryIO) -> None:
     """Writes text to a pipe or file byte for byte, to a terminal without what would steer that."""
     if stdout.isatty():
@@ -55,11 +60,6 @@ def print_text(write: Callable[[BinaryIO], None], stdout: BinaryIO) -> None:
     else:
         write(stdout)
     stdout.flush()
-
-
-def write_parquet(frame: pl.DataFrame, file: BinaryIO) -> None:
-    """Writes the frame with its types; times are integers in ns of Unix time."""
-    frame.write_parquet(file)
 
 
 def write_tables(tables: Mapping[str, pl.DataFrame], folder: Path, *, force: bool) -> list[Path]:
@@ -130,11 +130,9 @@ def otlp_batches(
         resource = _resource(run, host, process, own)
         held: list[RawSeries] = []
         count = 0
-        for part in (
-            each.take(slice(start, start + most))
-            for each in own
-            for start in range(0, each.time_ns.size, most)
-        ):
+        parts = (each.take(slice(start, start + most)) for each in own
+                 for start in range(0, each.time_ns.size, most))  # fmt: skip
+        for part in parts:
             if held and count + part.time_ns.size > most:
                 yield _batch(_resource_metrics(resource, held, run.version), count)
                 held, count = [], 0
@@ -233,15 +231,11 @@ def _points(meaning: Instrument, series: RawSeries) -> Iterator[dict[str, Any]]:
         own["haiprof.rank"] = series.rank
     attributes = _attributes(own)
     whole = series.values.dtype.kind == "i" and meaning.divisor == 1
-    rows = zip(
-        series.time_ns.tolist(), series.start_ns.tolist(), series.values.tolist(), strict=True
-    )
-    for time_ns, start_ns, value in rows:
-        point = {"attributes": attributes, "timeUnixNano": str(time_ns)}
-        if meaning.kind != "gauge":
-            point["startTimeUnixNano"] = str(start_ns)
+    rows = (series.time_ns.tolist(), series.start_ns.tolist(), series.values.tolist())
+    for time_ns, start_ns, value in zip(*rows, strict=True):
+        begin = {} if meaning.kind == "gauge" else {"startTimeUnixNano": str(start_ns)}
         number = {"asInt": str(value)} if whole else {"asDouble": value / meaning.divisor}
-        yield point | number
+        yield {"attributes": attributes, "timeUnixNano": str(time_ns), **begin, **number}
 
 
 def _attributes(attributes: Attributes) -> list[dict[str, Any]]:
@@ -265,8 +259,7 @@ def last_values(series: Iterable[RawSeries], *, run: str) -> list[Family]:
             meaning, run=run, host=each.host, keys=each.keys, key=each.key, entity=each.entity,
             rank=each.rank,
         )  # fmt: skip
-        value = each.values[-1].item() / meaning.divisor
-        time_ns = int(each.time_ns[-1])
+        value, time_ns = each.values[-1].item() / meaning.divisor, int(each.time_ns[-1])
         samples.append(Sample(instrument=meaning, labels=labels, value=value, time_ns=time_ns))
     return families(samples)
 

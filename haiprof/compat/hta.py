@@ -92,14 +92,10 @@ class HtaMethods:
         )
 
     def get_idle_time_breakdown(
-        self,
-        ranks: Sequence[int] | None = None,
-        streams: list[int] | None = None,
-        visualize: bool | None = None,
-        visualize_pctg: bool = True,
-        show_idle_interval_stats: bool = False,
-        consecutive_kernel_delay: float = 30,
-    ) -> tuple[pl.DataFrame, pl.DataFrame | None]:
+        self, ranks: Sequence[int] | None = None, streams: list[int] | None = None,
+        visualize: bool | None = None, visualize_pctg: bool = True,
+        show_idle_interval_stats: bool = False, consecutive_kernel_delay: float = 30,
+    ) -> tuple[pl.DataFrame, pl.DataFrame | None]:  # fmt: skip
         """What streams waited for.
 
         Args:
@@ -123,9 +119,8 @@ class HtaMethods:
         _draw(visualize, "idle_figure", found, share=visualize_pctg)
         seen = found.filter((pl.col("idle_category") != UNKNOWN) | (pl.col("count") > 0))
         keys = ("rank", "stream", "idle_category")
-        times = seen.select(
-            *keys, "device", idle_time=_us("idle_ns"), idle_time_ratio="idle_ratio"
-        ).select(*keys, "idle_time", "idle_time_ratio", "device")
+        idle = _us("idle_ns").alias("idle_time"), pl.col("idle_ratio").alias("idle_time_ratio")
+        times = seen.select(*keys, *idle, "device")
         if not show_idle_interval_stats:
             return times, None
         own = {"mean": "mean", "std": "std", "min": "min", "25%": "q25", "50%": "median",
@@ -134,13 +129,10 @@ class HtaMethods:
         return times, seen.select(*keys, "count", *spread, "device")
 
     def get_gpu_kernel_breakdown(
-        self,
-        visualize: bool | None = None,
-        duration_ratio: float | None = 0.8,
-        num_kernels: int | None = 10,
-        include_memory_kernels: bool = True,
+        self, visualize: bool | None = None, duration_ratio: float | None = 0.8,
+        num_kernels: int | None = 10, include_memory_kernels: bool = True,
         image_renderer: str | None = None,
-    ) -> tuple[pl.DataFrame, pl.DataFrame]:
+    ) -> tuple[pl.DataFrame, pl.DataFrame]:  # fmt: skip
         """Kernels by type and by name.
 
         Args:
@@ -160,30 +152,20 @@ class HtaMethods:
         whole = pl.col("time_ns").sum()
         by_type = added.filter(pl.col("time_ns") > 0).sort(-pl.col("time_ns"), "kernel_type")
         kernels = self._analysis.kernel_breakdown(
-            self._steps,
-            num_kernels=num_kernels,
-            duration_ratio=duration_ratio,
+            self._steps, num_kernels=num_kernels, duration_ratio=duration_ratio,
             include_memory=include_memory_kernels,
-        )
+        )  # fmt: skip
         _draw(visualize, "kernel_type_figure", types, renderer=image_renderer, share=True)
         _draw(visualize, "top_kernels_figure", kernels, renderer=image_renderer)
-        return by_type.select(
-            _hta_type("kernel_type"),
-            sum=_us("time_ns"),
-            percentage=_PERCENT * pl.col("time_ns") / whole,
-        ), kernels.select(
-            *_NAMED, _hta_type("kind").alias("kernel_type"), "rank"
-        ).sort("kernel_type", "name", "rank")  # fmt: skip
+        share, kind = _PERCENT * pl.col("time_ns") / whole, _hta_type("kind").alias("kernel_type")
+        types = by_type.select(_hta_type("kernel_type"), sum=_us("time_ns"), percentage=share)
+        return types, kernels.select(*_NAMED, kind, "rank").sort("kernel_type", "name", "rank")
 
     def get_gpu_user_annotation_breakdown(
-        self,
-        use_gpu_annotation: bool = True,
-        visualize: bool | None = None,
-        duration_ratio: float | None = None,
-        num_kernels: int | None = None,
-        allowlist_patterns: Sequence[str] | None = None,
-        image_renderer: str | None = None,
-    ) -> pl.DataFrame:
+        self, use_gpu_annotation: bool = True, visualize: bool | None = None,
+        duration_ratio: float | None = None, num_kernels: int | None = None,
+        allowlist_patterns: Sequence[str] | None = None, image_renderer: str | None = None,
+    ) -> pl.DataFrame:  # fmt: skip
         """Annotated ranges by name; all of them, unless a limit is given (HTA: 0.8 and 1000).
 
         Args:
@@ -203,10 +185,11 @@ class HtaMethods:
         if allowlist_patterns:
             found = found.filter(pl.col("name").str.contains("|".join(allowlist_patterns)))
         found = _longest(found, num_kernels, duration_ratio)
-        drawn, title = found.with_columns(kind="category"), "Annotated ranges with the most time"
-        _draw(
-            visualize, "top_kernels_figure", drawn, renderer=image_renderer, title=f"<b>{title}</b>"
+        drawn, title = (
+            found.with_columns(kind="category"),
+            "<b>Annotated ranges with the most time</b>",
         )
+        _draw(visualize, "top_kernels_figure", drawn, renderer=image_renderer, title=title)
         return found.select(*_NAMED, "rank").sort("name", "rank")
 
     def get_gpu_kernels_with_user_annotations(
@@ -259,10 +242,9 @@ class HtaMethods:
         return self.get_queue_length_summary(list(queue_length_dict))
 
     def get_time_spent_blocked_on_full_queue(
-        self,
-        queue_length_dict: Mapping[int, object] | None = None,
+        self, queue_length_dict: Mapping[int, object] | None = None,
         max_queue_length: int = MAX_QUEUE_LENGTH,
-    ) -> pl.DataFrame:
+    ) -> pl.DataFrame:  # fmt: skip
         """How long launch queues were full, every stream that was (HTA: the last one, D14).
 
         Args:
@@ -305,13 +287,10 @@ class HtaMethods:
         return some.select("rank", pl.col("copy_kind").alias("name"), *_spread(_GB), "device")
 
     def get_cuda_kernel_launch_stats(
-        self,
-        ranks: Sequence[int] | None = None,
-        runtime_cutoff: float = 50,
-        launch_delay_cutoff: float = 100,
-        include_memory_events: bool = True,
+        self, ranks: Sequence[int] | None = None, runtime_cutoff: float = 50,
+        launch_delay_cutoff: float = 100, include_memory_events: bool = True,
         visualize: bool | None = None,
-    ) -> dict[int, pl.DataFrame]:
+    ) -> dict[int, pl.DataFrame]:  # fmt: skip
         """Launches, by rank: `correlation`, `cpu_duration`, `gpu_duration`, `launch_delay` (us).
 
         The cut-offs (us) are those of the figure; `TraceAnalysis.launch_statistics` has them as
@@ -340,11 +319,9 @@ class HtaMethods:
         return self.get_op_kernels_and_delay(None, ranks, sort_by)
 
     def get_op_kernels_and_delay(
-        self,
-        op_name_pattern: str | None = None,
-        ranks: Sequence[int] | None = None,
+        self, op_name_pattern: str | None = None, ranks: Sequence[int] | None = None,
         sort_by: Sequence[str] | None = None,
-    ) -> dict[int, pl.DataFrame]:
+    ) -> dict[int, pl.DataFrame]:  # fmt: skip
         """What operators launch themselves, as `get_aten_op_kernels_and_delay`.
 
         Args:
@@ -359,28 +336,21 @@ class HtaMethods:
         found = self._of(ranks, self._analysis.operator_sequences(self._steps))
         by_rank = _by_rank(
             found.filter(pl.col("operator").str.contains(op_name_pattern or "^aten::")),
-            pl.col("operator").alias("aten_op_name"),
-            "kernel_sequence",
+            pl.col("operator").alias("aten_op_name"), "kernel_sequence",
             pl.col("count").alias("occurrence_count"),
             _us("operator_delay_mean_ns").alias("avg_aten_op_launch_delay"),
             _us("runtime_delay_mean_ns").alias("avg_runtime_delay"),
-        )
-        order = sort_by or ("occurrence_count",)
+        )  # fmt: skip
+        by = sort_by or ("occurrence_count",)
         return {
-            rank: own.sort(*order, descending=True, maintain_order=True)
-            for rank, own in by_rank.items()
+            n: own.sort(*by, descending=True, maintain_order=True) for n, own in by_rank.items()
         }
 
     def get_frequent_cuda_kernel_sequences(
-        self,
-        operator_name: str,
-        output_dir: str | Path | None = None,
-        min_pattern_len: int = 3,
-        rank: int = 0,
-        top_k: int = 5,
-        visualize: bool | None = None,
+        self, operator_name: str, output_dir: str | Path | None = None, min_pattern_len: int = 3,
+        rank: int = 0, top_k: int = 5, visualize: bool | None = None,
         compress_other_kernels: bool = True,
-    ) -> pl.DataFrame:
+    ) -> pl.DataFrame:  # fmt: skip
         """Frequent sequences of kernels under an operator.
 
         Args:
@@ -399,19 +369,14 @@ class HtaMethods:
             operator_name, self._steps, min_pattern_length=min_pattern_len, top_k=top_k
         )
         return self._of([rank], found).select(
-            "pattern",
-            "count",
-            _us("gpu_duration_ns").alias("GPU kernel duration (us)"),
+            "pattern", "count", _us("gpu_duration_ns").alias("GPU kernel duration (us)"),
             _us("cpu_duration_ns").alias("CPU op duration (us)"),
-        )
+        )  # fmt: skip
 
     def get_potential_stragglers(
-        self,
-        profiler_steps: Sequence[int] | None = None,
-        num_candidates: int = 2,
-        visualize: bool | None = None,
-        straggler_identification_impl: object = None,
-    ) -> list[int]:
+        self, profiler_steps: Sequence[int] | None = None, num_candidates: int = 2,
+        visualize: bool | None = None, straggler_identification_impl: object = None,
+    ) -> list[int]:  # fmt: skip
         """The ranks that hold the others up most at collectives; fewer where fewer do.
 
         HTA looks at one kernel of each step, and at none of today's NCCL (D5).
@@ -426,19 +391,15 @@ class HtaMethods:
         if profiler_steps is not None:
             found = found.filter(pl.col("step").is_in(list(profiler_steps)))
         if visualize:
-            waits = self._analysis.collective_waits(self._steps)
-            _draw(visualize, "collective_figure", waits)
+            _draw(True, "collective_figure", self._analysis.collective_waits(self._steps))
         held_up = found.group_by("rank").agg(pl.col("held_up_ns").sum())
         late = held_up.filter(pl.col("held_up_ns") > 0)
         return late.sort(-pl.col("held_up_ns"), "rank")["rank"].head(num_candidates).to_list()
 
     def generate_trace_with_counters(
-        self,
-        time_series: object = None,
-        ranks: Sequence[int] | None = None,
-        output_suffix: str | None = None,
-        folder: str | Path | None = None,
-    ) -> pl.DataFrame:
+        self, time_series: object = None, ranks: Sequence[int] | None = None,
+        output_suffix: str | None = None, folder: str | Path | None = None,
+    ) -> pl.DataFrame:  # fmt: skip
         """Writes traces anew with counter tracks: `TraceAnalysis.write_counter_traces`.
 
         Args:
@@ -456,12 +417,9 @@ class HtaMethods:
         return self._of(ranks, written)
 
     def critical_path_analysis(
-        self,
-        rank: int,
-        annotation: str,
-        instance_id: int | tuple[int, int] | None = None,
+        self, rank: int, annotation: str, instance_id: int | tuple[int, int] | None = None,
         data_load_events: Sequence[str] | None = None,
-    ) -> tuple[CriticalPath, bool]:
+    ) -> tuple[CriticalPath, bool]:  # fmt: skip
         """The critical path of one annotated range: `TraceAnalysis.critical_path`.
 
         Args:
@@ -481,13 +439,9 @@ class HtaMethods:
         return path, True
 
     def overlay_critical_path_analysis(
-        self,
-        rank: int,
-        critical_path_graph: CriticalPath,
-        output_dir: str | Path | None = None,
-        only_show_critical_events: bool = False,
-        show_all_edges: bool = False,
-    ) -> str:
+        self, rank: int, critical_path_graph: CriticalPath, output_dir: str | Path | None = None,
+        only_show_critical_events: bool = False, show_all_edges: bool = False,
+    ) -> str:  # fmt: skip
         """Writes the trace anew with its path drawn in; returns the file.
 
         Args:
@@ -526,13 +480,9 @@ def _wanted_counters(time_series: object) -> tuple[str, ...] | None:
 
 
 def _draw(
-    visualize: bool | None,
-    figure: str,
-    found: pl.DataFrame,
-    *,
-    renderer: str | None = None,
+    visualize: bool | None, figure: str, found: pl.DataFrame, *, renderer: str | None = None,
     **options: Any,  # noqa: ANN401 - those of the figure
-) -> None:
+) -> None:  # fmt: skip
     """Draws where it is wanted: None is in a notebook, as HTA does."""
     from haiprof.show.show import display_figure, in_notebook
 
@@ -550,15 +500,13 @@ def _draw(
 
 def _longest(found: pl.DataFrame, count: int | None, duration_ratio: float | None) -> pl.DataFrame:
     """The ranges of each rank with the most time."""
-    ordered = found.sort("rank", -pl.col("sum_ns"), "name")
-    sums = pl.col("sum_ns")
-    keep = pl.lit(True)
+    sums, keep = pl.col("sum_ns"), [pl.lit(True)]
     if count is not None:
-        keep = keep & (sums.cum_count().over("rank") <= count)
+        keep.append(sums.cum_count().over("rank") <= count)
     if duration_ratio is not None:
         before = (sums.cum_sum() - sums).over("rank")
-        keep = keep & (before < duration_ratio * sums.sum().over("rank"))
-    return ordered.filter(keep)
+        keep.append(before < duration_ratio * sums.sum().over("rank"))
+    return found.sort("rank", -sums, "name").filter(*keep)
 
 
 HTA_NAMES = frozenset(name for name in vars(HtaMethods) if not name.startswith("_"))
@@ -573,13 +521,9 @@ def _percent(column: str) -> pl.Expr:
 
 
 _NAMED: tuple[Any, ...] = (
-    "name",
-    _us("sum_ns").alias("sum (us)"),
-    _us("max_ns").alias("max (us)"),
-    _us("min_ns").alias("min (us)"),
-    _us("std_ns").alias("stddev"),
-    _us("mean_ns").alias("mean (us)"),
-)
+    "name", *(_us(f"{part}_ns").alias(f"{part} (us)") for part in ("sum", "max", "min")),
+    _us("std_ns").alias("stddev"), _us("mean_ns").alias("mean (us)"),
+)  # fmt: skip
 
 
 def _hta_type(column: str) -> pl.Expr:
@@ -589,11 +533,8 @@ def _hta_type(column: str) -> pl.Expr:
 
 def _spread(unit: float) -> list[pl.Expr]:
     """Statistics over changes under pandas' names."""
-    return [
-        pl.col(f"change_{own}").alias(name) if own == "count"
-        else (pl.col(f"change_{own}") / unit).alias(name)
-        for own, name in _SPREAD.items()
-    ]  # fmt: skip
+    changes = ((pl.col(f"change_{own}"), name) for own, name in _SPREAD.items())
+    return [(own if name == "count" else own / unit).alias(name) for own, name in changes]
 
 
 def _since_first() -> pl.Expr:
@@ -617,11 +558,9 @@ def _annotated_gpu(trace: Trace, *, steps: Steps = None) -> pl.DataFrame:
 
 
 def hta_source(
-    path: str | Path | Mapping[int, str | Path] | None,
-    trace_dir: str | Path | None,
-    trace_files: HtaFiles | None,
-    include_last_profiler_step: bool | None,
-) -> tuple[Path, NamedFiles | None]:
+    path: str | Path | Mapping[int, str | Path] | None, trace_dir: str | Path | None,
+    trace_files: HtaFiles | None, include_last_profiler_step: bool | None,
+) -> tuple[Path, NamedFiles | None]:  # fmt: skip
     """Where the traces are, and the files of it that are named; None takes what the path means.
 
     One of three arguments names them; `trace_files` may lie in `trace_dir`.

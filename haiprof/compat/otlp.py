@@ -180,19 +180,17 @@ class Sender:
         return own.filter(pl.col("sent").fill_null(0) < _END).drop("sent")
 
     def _push_batch(self, batch: Batch) -> None:
+        done = self.done
         try:
             rejected, said = _send(batch, self._collector, self._progress)
         except HaiprofError as error:
-            done = self.done
             sent = f"; {done.point_count} points in {done.request_count} requests were sent before"
             raise type(error)(f"{error}{sent}", hint=error.hint) from None
         self.done = replace(
-            self.done,
-            request_count=self.done.request_count + 1,
-            point_count=self.done.point_count + batch.point_count,
-            rejected_count=self.done.rejected_count + rejected,
-            said=said or self.done.said,
-        )
+            done, request_count=done.request_count + 1, said=said or done.said,
+            point_count=done.point_count + batch.point_count,
+            rejected_count=done.rejected_count + rejected,
+        )  # fmt: skip
 
 
 _END = pl.col("start_ns") + pl.col("step_ns")
@@ -246,18 +244,16 @@ def _post(
             after = error.headers.get("Retry-After")
         what = f"it answered HTTP {error.code}{f': {mask_text(said)}' if said else ''}"
         return error.code, what, b"", _parse_wait(after)
-    except URLError as error:
-        cause = error.reason
-        if isinstance(cause, ssl.SSLError):
-            return 0, f"its certificate is not trusted ({type(cause).__name__})", b"", None
-        if isinstance(cause, TimeoutError):
-            return None, f"no answer for {collector.timeout_s:g} s", b"", None
-        why = getattr(cause, "strerror", None) or cause
-        return None, f"nobody answers there ({why})", b"", None
-    except TimeoutError:
-        return None, f"no answer for {collector.timeout_s:g} s", b"", None
     except (OSError, HTTPException) as error:
-        return None, f"the connection broke ({type(error).__name__})", b"", None
+        cause = error.reason if isinstance(error, URLError) else error
+        if cause is not error and isinstance(cause, ssl.SSLError):
+            return 0, f"its certificate is not trusted ({type(cause).__name__})", b"", None
+        why = f"the connection broke ({type(error).__name__})"
+        if isinstance(cause, TimeoutError):
+            why = f"no answer for {collector.timeout_s:g} s"
+        elif cause is not error:
+            why = f"nobody answers there ({getattr(cause, 'strerror', None) or cause})"
+        return None, why, b"", None
 
 
 def _parse_wait(text: str | None) -> float | None:
@@ -287,8 +283,7 @@ def _read_answer(answer: bytes, encoding: str) -> tuple[int, str]:
     try:
         content = json.loads(answer or b"{}")
         partial = content.get("partialSuccess") or {}
-        return max(int(partial.get("rejectedDataPoints") or 0), 0), shorten(
-            visible(str(partial.get("errorMessage") or ""))
-        )
+        rejected, said = partial.get("rejectedDataPoints"), partial.get("errorMessage")
+        return max(int(rejected or 0), 0), shorten(visible(str(said or "")))
     except (ValueError, TypeError, AttributeError, RecursionError):
         return 0, ""

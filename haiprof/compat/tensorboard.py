@@ -15,12 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from haiprof.base.errors import (
-    HaiprofError,
-    MissingExtraError,
-    TraceFormatError,
-    convert_os_errors,
-)
+from haiprof.base.errors import HaiprofError, MissingExtraError, TraceFormatError, convert_os_errors
 from haiprof.base.local_http import GuardedHandler, GuardedServer, own_readers
 from haiprof.base.safe_files import (
     MadeFolder,
@@ -73,11 +68,11 @@ class Layout:
         for number, members in enumerate(found):
             folder = self.traces / f"{_FOLDER}{number}"
             size = max((member.world_size or 1 for member in members), default=1)
-            is_whole = len({member.rank for member in members}) >= size
-            if folder.is_dir() or not whole_only or is_whole:
-                linked += 1
-                if not folder.is_dir():
-                    self._link(folder, members)
+            if not folder.is_dir():
+                if whole_only and len({member.rank for member in members}) < size:
+                    continue
+                self._link(folder, members)
+            linked += 1
         return linked
 
     def _link(self, folder: Path, members: Sequence[Worker]) -> None:
@@ -100,8 +95,10 @@ class Layout:
             for name in _names(folder, self.below):
                 if _LINK.fullmatch(name) and (folder / name).is_symlink():
                     remove_file(folder / name, below=self.below)
-            _remove_empty(folder, self.below)
-        _remove_empty(self.traces, self.below)
+            with contextlib.suppress(OSError):  # it holds files of others
+                remove_folder(folder, below=self.below)
+        with contextlib.suppress(OSError):
+            remove_folder(self.traces, below=self.below)
 
 
 def _names(folder: Path, below: Path) -> list[str]:
@@ -109,12 +106,6 @@ def _names(folder: Path, below: Path) -> list[str]:
         return list_folder(folder, below=below)
     except FileNotFoundError:
         return []
-
-
-def _remove_empty(folder: Path, below: Path) -> None:
-    """Removes a folder unless it holds files of others."""
-    with contextlib.suppress(OSError):
-        remove_folder(folder, below=below)
 
 
 def link_names(members: Sequence[Worker]) -> dict[str, Worker]:
@@ -167,13 +158,9 @@ _INSTALL_PLUGIN = "pip install 'haiprof[torch-tb-profiler]', or haiprof export -
 
 
 def serve_tensorboard(
-    run: RunPaths | None,
-    source: Path,
-    *,
-    host: str,
-    port: int,
+    run: RunPaths | None, source: Path, *, host: str, port: int,
     ready: Callable[[Serving, Sequence[str]], None],
-) -> None:
+) -> None:  # fmt: skip
     """Runs TensorBoard until SIGINT or SIGTERM; what is served is told with notes for people."""
     has_plugin = _check_extras(run)
     if run is None:
@@ -274,10 +261,9 @@ def _follow(run: RunPaths, layout: Layout, stop: threading.Event) -> None:
         return
 
     def write() -> None:
+        every_s, folder = _SCALARS_EVERY_S, layout.folder
         with contextlib.suppress(HaiprofError):  # no step yet, or a damaged rank: no scalars
-            write_scalars(
-                run, follow=True, every_s=_SCALARS_EVERY_S, folder=layout.folder, stop=stop
-            )
+            write_scalars(run, follow=True, every_s=every_s, folder=folder, stop=stop)
 
     threading.Thread(target=write, name="haiprof-scalars", daemon=True).start()
 

@@ -44,11 +44,9 @@ class Tracked:
 
 
 def tracked_run(
-    steps: pl.DataFrame,
-    verdict: Mapping[str, Any],
-    texts: Mapping[str, str],
+    steps: pl.DataFrame, verdict: Mapping[str, Any], texts: Mapping[str, str],
     files: Mapping[str, str],
-) -> Tracked:
+) -> Tracked:  # fmt: skip
     """What is sent of a run, of which `verdict` is the document of `haiprof verdict --json`."""
     judged = select_judged_steps(steps)
     columns = {"step": "step_ns", **{phase: f"{phase}_host_ns" for phase in _PHASES}}
@@ -63,21 +61,14 @@ def tracked_run(
     )  # fmt: skip
     ledger, table = _ledger(verdict["ledger"]), io.BytesIO()
     write_csv(ledger, table)
+    known = {name: ns / NS_PER_MS for name, ns in values.items() if ns is not None}
+    own = {"ledger.csv": table.getvalue().decode(), "verdict.json": json.dumps(verdict, indent=1)}
     return Tracked(
-        name=Path(verdict["run"]).name,
-        texts={"verdict": verdict["headline"], **texts},
-        values={
-            **{name: ns / NS_PER_MS for name, ns in values.items() if ns is not None},
-            "problems": verdict["problem_count"],
-        },
+        name=Path(verdict["run"]).name, texts={"verdict": verdict["headline"], **texts},
+        values={**known, "problems": verdict["problem_count"]},
         series=by_step.gather_every(-(-by_step.height // MOST_POINTS) or 1).rows(),
-        ledger=ledger,
-        files={
-            "ledger.csv": table.getvalue().decode(),
-            "verdict.json": json.dumps(verdict, indent=1),
-            **files,
-        },
-    )
+        ledger=ledger, files={**own, **files},
+    )  # fmt: skip
 
 
 def _ledger(accounts: Sequence[Mapping[str, Any]]) -> pl.DataFrame:

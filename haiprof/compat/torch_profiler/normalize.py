@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -77,11 +77,8 @@ def normalise_trace(trace: dict[str, Any]) -> Normal:
             launch = launches.get(event["args"].get("correlation"))
             owner = launch and (launch["collective"] or launch["owner"])
             event["id"] = owner["id"] if owner else 0
-    names = frozenset(
-        event["name"]
-        for event in events
-        if event["cat"] == ANNOTATION and event["name"].startswith(_COLLECTIVES)
-    )
+    annotations = (event["name"] for event in events if event["cat"] == ANNOTATION)
+    names = frozenset(name for name in annotations if name.startswith(_COLLECTIVES))
     kept = [_finish(event) for event in events if _is_kept(event)]
     metadata = {key: value for key, value in trace.items() if key != "traceEvents"}
     metadata["deviceProperties"] = _escape_names(metadata.get("deviceProperties"))
@@ -183,8 +180,8 @@ def _nest(thread: list[Event]) -> None:
         _fit(span, nodes)
         if span["cat"] == OPERATOR:
             _close(functions, span["ts"])
-            stack = ";".join(_frames(functions))
-            if stack:
+            around = functions[: -_STACK_FRAMES - 1 : -1]  # the innermost first
+            if stack := ";".join(each["name"].replace(";", ",") for each in around):
                 span["args"]["Call stack"] = stack
         nodes.append(span)
 
@@ -213,15 +210,8 @@ def _set_owner(launch: Event, open_: list[Event]) -> None:
     nodes = [span for span in around if span["cat"] in (OPERATOR, ANNOTATION)]
     operators = (span for span in nodes if span["cat"] == OPERATOR)
     launch["owner"] = next(operators, nodes[0] if nodes else None)
-    launch["collective"] = next(
-        (span for span in nodes if span["name"].startswith(_COLLECTIVES)), None
-    )
-
-
-def _frames(open_: list[Event]) -> Iterator[str]:
-    """Python functions, the innermost first, as the plugin shows them."""
-    for span in open_[: -_STACK_FRAMES - 1 : -1]:
-        yield span["name"].replace(";", ",")
+    collectives = (span for span in nodes if span["name"].startswith(_COLLECTIVES))
+    launch["collective"] = next(collectives, None)
 
 
 def _is_kept(event: Event) -> bool:
@@ -231,13 +221,11 @@ def _is_kept(event: Event) -> bool:
 def _finish(event: Event) -> Event:
     """The event with times in us, and its category of 2021."""
     args, name, category = event["args"], event["name"], event["cat"]
-    found = {**event, "ts": event["ts"] / _TICKS_PER_US}
+    found = {k: v for k, v in event.items() if k not in ("end", "id", "owner", "collective")}
+    found["ts"] = event["ts"] / _TICKS_PER_US
     if "end" in event:
         found["dur"] = (event["end"] - event["ts"]) / _TICKS_PER_US
-        del found["end"]
-    found.pop("id", None)
-    launch = found.pop("owner", None)
-    found.pop("collective", None)
+    launch = event.get("owner")
     own = launch["id"] if launch else 0
     args.pop("external id", None)
     args["External id"] = own if category == RUNTIME else event.get("id")

@@ -97,11 +97,10 @@ def _own(name: str) -> bytes:
 def _answer(
     start: Callable[..., Any], status: str, body: bytes, kind: str, policy: str = ""
 ) -> list[bytes]:
-    headers = [
-        ("Content-Type", f"{kind}; charset=utf-8"),
-        ("Content-Length", str(len(body))),
-        ("X-Content-Type-Options", "nosniff"),
-        ("Cache-Control", "no-store"),
-    ]
-    start(status, headers + ([("Content-Security-Policy", policy)] if policy else []))
+    headers = {
+        "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)),
+        "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store",
+        **({"Content-Security-Policy": policy} if policy else {}),
+    }  # fmt: skip
+    start(status, list(headers.items()))
     return [body]
