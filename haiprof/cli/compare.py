@@ -130,9 +130,7 @@ def _show_traces(before: Path, after: Path, output: Output) -> None:
     output.show(
         lambda width: device_comparison_view(found, width=width), device_comparison_data(found)
     )
-    output.hint(
-        f"next: haiprof compare --traces {shlex.quote(str(before))} {shlex.quote(str(after))}"
-    )
+    output.hint(f"next: haiprof compare --traces {shlex.join([str(before), str(after)])}")
 
 
 def parse_runs(runs: list[Path], baseline: str | None) -> tuple[str, Path | None]:
@@ -208,17 +206,11 @@ def trace_diff(
     before, after = (TraceQuestions(path, window=window) for path in (control, test))
     with shared.ReadProgress(quiet=output.json):
         found = before.diff(
-            after,
-            names=SHORT if short_names else FULL,
-            geometry=geometry,
-            steps=chosen,
+            after, names=SHORT if short_names else FULL, geometry=geometry, steps=chosen,
             other_steps=shared.parse_steps(test_steps) or chosen,
-        )
-    faults = [
-        line
-        for analysis in (before, after)
-        for line in print_faults(output, analysis, "kernels", "steps")
-    ]
+        )  # fmt: skip
+    of_each = [print_faults(output, each, "kernels", "steps") for each in (before, after)]
+    faults = [*of_each[0], *of_each[1]]
     said = verdict(found, tolerance_ratio=tolerance or 0.0)
     output.show(lambda _: diff_view(found, said), diff_data(found, said) | {"faults": faults})
     if tolerance is None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,12 @@ from haiprof.run_format.layout import RunPaths
 if TYPE_CHECKING:
     from haiprof.live.attach import Attached
     from haiprof.live.kineto_processes import KinetoJob
+
+
+TRACE_STEPS = option(
+    "--trace-steps N", "How many steps.", DEFAULT_STEPS, old=("--steps",), low=1, high=10000
+)
+TRACE_STACKS = option("--trace-stacks", "Python stacks (slower).", old=("--stacks",))
 
 
 def snapshot(
@@ -55,15 +62,8 @@ def attach(
     job: str | None = shared.JOB_NAME,
     seconds: float = option("--time SECONDS", "For how many seconds.", 60.0, low=0.5),
     trace: bool = option("--trace", "Also trace some steps with torch.profiler."),
-    steps: int = option(
-        "--trace-steps N",
-        "How many steps to trace.",
-        DEFAULT_STEPS,
-        low=1,
-        high=10000,
-        old=("--steps",),
-    ),
-    stacks: bool = option("--trace-stacks", "With Python stacks (slower).", old=("--stacks",)),
+    steps: int = replace(TRACE_STEPS, help="How many steps to trace."),
+    stacks: bool = replace(TRACE_STACKS, help="With Python stacks (slower)."),
     inject: bool = option(
         "--inject",
         "A process that was not started under haiprof: put the hook into it. It has risks, "
@@ -92,8 +92,7 @@ def attach(
     from haiprof.live.attach import AttachRequest, attach_injecting, attach_job, attach_sampling
 
     found, processes = shared.job_or_processes(job, log_dir)
-    address = shared.default_options().address
-    if address:
+    if address := shared.default_options().address:
         check_packages(address)
     if found is None and trace and not inject:
         raise UsageError(
@@ -107,10 +106,9 @@ def attach(
 
     if found is not None:
         done = attach_job(found, wish, print_message)
-    elif inject:
-        done = attach_injecting(processes, wish, print_message)
     else:
-        done = attach_sampling(processes, wish, print_message)
+        record = attach_injecting if inject else attach_sampling
+        done = record(processes, wish, print_message)
     _show(done, output)
     if copies is not None:
         copies(RunPaths(Path(done.run))).finish(pause, quiet=output.json)
@@ -125,11 +123,11 @@ def _show(done: Attached, output: Output) -> None:
     from haiprof.show.run_header import manifest_or_none, run_header
     from haiprof.show.views.requests import attach_view
 
-    part = done.between if done.how == RECORDED else None
-    analyzer = RunFrames(done.run, between=part)
+    whole = done.how != RECORDED
+    analyzer = RunFrames(done.run, between=None if whole else done.between)
     found = diagnose(analyzer) if done.how != OUTSIDE else None
     header = run_header(analyzer.run, manifest_or_none(analyzer.run))
-    if part is None and found is not None:
+    if whole and found is not None:
         save_verdict(found, header, analyzer.run)
     data = {**done.as_json(), "verdict": as_document(found) if found is not None else None}
     output.show(lambda width: attach_view(done, found, header, analyzer, width=width), data)
@@ -179,12 +177,10 @@ def trace_through_kineto(
             f"only ranks on this node are asked; run it also on {', '.join(job.elsewhere)}"
         )
     found = trace_processes(
-        [each for each in job.processes if ranks is None or each.rank in ranks],
-        request,
-        run=job.run,
-        output=folder or (DEFAULT_FOLDER if job.run is None else None),
+        [each for each in job.processes if ranks is None or each.rank in ranks], request,
+        run=job.run, output=folder or (DEFAULT_FOLDER if job.run is None else None),
         progress=print_message,
-    )
+    )  # fmt: skip
     output.show(lambda _: kineto_view(found), found.as_json())
     if not found.done:
         raise HaiprofError("no process was traced")
@@ -194,12 +190,10 @@ def trace_through_kineto(
 
 def trace_now(
     job: str | None = shared.JOB_NAME,
-    steps: int = option(
-        "--trace-steps N", "How many steps.", DEFAULT_STEPS, old=("--steps",), low=1, high=10000
-    ),
+    steps: int = TRACE_STEPS,
     seconds: float | None = option("--time SECONDS", "Seconds in place of steps.", low=0.1),
     ranks: str | None = option("--ranks LIST", "Only these: 0,3-5."),
-    stacks: bool = option("--trace-stacks", "Python stacks (slower).", old=("--stacks",)),
+    stacks: bool = TRACE_STACKS,
     shapes: bool = option("--trace-shapes", "Shapes of operators' inputs.", old=("--shapes",)),
     memory: bool = option("--trace-memory", "Allocations.", old=("--memory",)),
     flops: bool = option("--trace-flops", "Floating-point operations.", old=("--flops",)),
@@ -262,12 +256,9 @@ def trace_now(
     wanted = shared.parse_ranks(ranks)
     wanted_ranks = None if wanted is None else tuple(sorted(wanted))
     through_kineto = kineto_job(
-        job,
-        shared.log_dirs(log_dir),
-        backend=backend,
-        progress=print_message,
+        job, shared.log_dirs(log_dir), backend=backend, progress=print_message,
         others=shared.sees_others(),
-    )
+    )  # fmt: skip
     if through_kineto is not None:
         endpoint = dynolog if backend == "dynolog" else None
         trace_through_kineto(

@@ -161,11 +161,8 @@ def lines(
         known = f"its ranks: {', '.join(map(str, ranks))}"
         raise MissingDataError(f"the run has no rank {rank}", hint=known)
     samples, found, notes = sampled_lines(analyzer, rank, phase)
-    run_name = analyzer.run.root.name
-    for path, export in (
-        (speedscope, partial(stack_export.speedscope, name=run_name)),
-        (collapsed, stack_export.collapsed_lines),
-    ):
+    of_run = partial(stack_export.speedscope, name=analyzer.run.root.name)
+    for path, export in ((speedscope, of_run), (collapsed, stack_export.collapsed_lines)):
         if path is not None:
             with output_file(path, force=force) as file:
                 file.write(export(samples))

@@ -97,30 +97,17 @@ def submit(
         raise UsageError("submit: no script", hint="haiprof submit train.py; haiprof submit --help")
     texts, folder = specs.resolve_options(options or [], given, os.environ, program=program)
     spec = specs.JobSpec(
-        program=program,
-        module=module is not None,
-        arguments=tuple(arguments),
-        name=texts["name"],
-        options=texts,
-        nodes=nodes,
-        ranks_per_node=nproc_per_node,
-        gpus_per_node=gpus_per_node,
-        gpu_type=gpu_type,
-        cpus_per_node=cpus_per_node,
+        program=program, module=module is not None, arguments=tuple(arguments),
+        name=texts["name"], options=texts, nodes=nodes, ranks_per_node=nproc_per_node,
+        gpus_per_node=gpus_per_node, gpu_type=gpu_type, cpus_per_node=cpus_per_node,
         time_limit_s=None if time_limit is None else limit(time_limit),
-        environment=specs.parse_environment(env or [], os.environ),
-        requeue=requeue,
-        partition=partition,
-        account=account,
-        directives=specs.parse_directives(sbatch or []),
-        image=image,
-        claim=claim,
-        haiprof=installed_haiprof(),
-    )
+        environment=specs.parse_environment(env or [], os.environ), requeue=requeue,
+        partition=partition, account=account, directives=specs.parse_directives(sbatch or []),
+        image=image, claim=claim, haiprof=installed_haiprof(),
+    )  # fmt: skip
     if emit is not None:
         _emit(spec, emit, output)
-        return
-    if status := _submit(spec, on, folder, output, wait=wait):
+    elif status := _submit(spec, on, folder, output, wait=wait):
         raise ExitStatus(status)
 
 
@@ -145,9 +132,8 @@ def _submit(spec: JobSpec, on: str, log_dir: Path, output: Output, *, wait: bool
         print_message(f"to stop it: {shlex.join(job.stop)}")
     if wait:
         status = _wait(job, output)
-    result = {**job.as_json(), "exit_status": status}
     if output.json:
-        output.show(lambda _: "", result)
+        output.show(lambda _: "", {**job.as_json(), "exit_status": status})
     if status is None:
         output.hint(f"next: haiprof ls --live; tail -f {shlex.quote(str(job.log))}")
     then = "then: " if status is None else ""
