@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from haiprof.run_analysis.run_frames import RankPool, RunFrames
     from haiprof.run_format.layout import RunPaths
     from haiprof.trace_analysis.pool import Pool
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
 LOG_DIR: ContextVar[Path | None] = ContextVar("LOG_DIR", default=None)
 """The log directory that the command line names, with `--log-dir`."""
@@ -395,6 +396,17 @@ def parse_cluster(address: str | None) -> Pool | None:
     from haiprof.trace_analysis.pool import cluster_pool
 
     return cluster_pool(address) if address is not None else None
+
+
+@contextlib.contextmanager
+def reading(
+    traces: Path, output: Output, *, window: int | None = None, pool: Pool | None = None
+) -> Iterator[TraceQuestions]:
+    """Questions to traces; says on stderr that they are read, where that takes a while."""
+    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
+
+    with ReadProgress(quiet=output.json):
+        yield TraceQuestions(traces, window=window, pool=pool)
 
 
 class ReadProgress:

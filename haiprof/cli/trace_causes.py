@@ -32,10 +32,8 @@ def trace_check(
       haiprof trace check trace.json.gz --json | jq '.findings[].check'
     """
     from haiprof.show.views.trace_files import check_view
-    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
-    analysis = TraceQuestions(traces, window=window)
-    with shared.ReadProgress(quiet=output.json):
+    with shared.reading(traces, output, window=window) as analysis:
         checks, files = analysis.trace_check(), analysis.load_report()
     faults = int(checks["is_fault"].sum())
     output.show(
@@ -83,11 +81,9 @@ def efficiency(
     from haiprof.show.views.functions import efficiency_view
     from haiprof.trace_analysis.operator_efficiency import parse_peak
     from haiprof.trace_analysis.operator_work import read_formulas
-    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     chosen, peaks, own = shared.parse_steps(steps), parse_peak(peak), read_formulas(formulas)
-    analysis = TraceQuestions(traces, window=window)
-    with shared.ReadProgress(quiet=output.json):
+    with shared.reading(traces, output, window=window) as analysis:
         whole = analysis.step_efficiency(chosen, peaks=peaks, formulas=own)
         operators = analysis.efficiency(chosen, peaks=peaks, formulas=own)
     faults = print_faults(output, analysis, "efficiency")
@@ -121,13 +117,11 @@ def critical_path(
       haiprof trace critical-path trace.json --steps 12 --overlay .
     """
     from haiprof.show.views.causes import critical_path_data, critical_path_view
-    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
     chosen = shared.parse_steps(steps)
     if chosen is not None and annotation is not None:
         raise UsageError("trace critical-path: --steps and --annotation are two windows; give one")
-    analysis = TraceQuestions(traces, window=window)
-    with shared.ReadProgress(quiet=output.json):
+    with shared.reading(traces, output, window=window) as analysis:
         path = analysis.critical_path(rank, steps=chosen, annotation=annotation, instance=instance)
         if overlay is not None:
             written = analysis.overlay_critical_path(path, rank, folder=overlay)
@@ -174,7 +168,6 @@ def what_if(
       haiprof trace what-if job.parquet                          what a job's stragglers cost
     """
     from haiprof.show.views import causes as views
-    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_analysis.what_if.operations import operation_files
 
     changes = [parse_change(text) for text in faster or ()]
@@ -188,9 +181,8 @@ def what_if(
         jobs = [views.job_row(path) for path in tables]
         output.show(lambda _: views.job_view(jobs), {"jobs": jobs})
         return
-    with shared.ReadProgress(quiet=output.json):
+    with shared.reading(source, output, window=window, pool=pool) as analysis:
         answers = views.what_if_answers(source, changes, steps=chosen, window=window, pool=pool)
-        analysis = TraceQuestions(source, window=window, pool=pool)
         faults = print_faults(output, analysis, "what-if")
     output.show(
         lambda _: views.what_if_view(answers), views.what_if_data(answers) | {"faults": faults}
@@ -248,7 +240,6 @@ def memory_timeline(
     """
     from haiprof.show.views import memory_timeline as views
     from haiprof.trace_analysis.memory_timeline import is_memory_timeline, memory_by_category
-    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_format.memory_snapshot import is_pickle
 
     if is_pickle(traces):
@@ -259,8 +250,8 @@ def memory_timeline(
         data = {"timeline": timeline, "at_peak": views.categories_at_peak(timeline)}
         output.show(lambda _: views.category_view(timeline), data)
     else:
-        with shared.ReadProgress(quiet=output.json):
-            answers = views.memory_answers(TraceQuestions(traces, window=window), rank)
+        with shared.reading(traces, output, window=window) as analysis:
+            answers = views.memory_answers(analysis, rank)
         output.show(lambda _: views.memory_view(answers), answers)
 
 

@@ -155,7 +155,6 @@ def trace_table(
     """
     from haiprof.compat.exports import print_text, write_csv
     from haiprof.show.views.tables import table_of, table_view
-    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
     chosen, limits = table_of(table, {
@@ -163,8 +162,7 @@ def trace_table(
         "runtime_cutoff": runtime_cutoff, "launch_delay_cutoff": launch_delay_cutoff,
         "operator": operator, "min_length": min_length, "top": top, "output": folder,
     })  # fmt: skip
-    questions = TraceQuestions(traces, window=window)
-    with shared.ReadProgress(quiet=output.json):
+    with shared.reading(traces, output, window=window) as questions:
         found = chosen.ask(questions, shared.parse_steps(steps), **limits)
     faults = print_faults(output, questions, *OF_EACH_RANK)
     if csv:
@@ -280,11 +278,9 @@ def modules(
       haiprof trace modules traces/ --json | jq '.modules[] | {path, device_ns}'
     """
     from haiprof.show.views.functions import modules_view
-    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
-    analysis = TraceQuestions(traces, window=window)
-    with shared.ReadProgress(quiet=output.json):
+    with shared.reading(traces, output, window=window) as analysis:
         found = analysis.module_times(shared.parse_steps(steps))
         wall_ns = int(analysis.traced_time(shared.parse_steps(steps))["wall_ns"].sum())
     faults = print_faults(output, analysis, *OF_EACH_RANK)
@@ -323,7 +319,6 @@ def query(
       haiprof trace query haiprof-logs "select rank, max(step_ns) from steps group by 1"
     """
     from haiprof.show.views.tables import answer_data, answer_view, schema_data, schema_view
-    from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
     from haiprof.trace_analysis.sql import ask, names_traces, sql_tables
     from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
@@ -334,9 +329,8 @@ def query(
             "query: one SQL statement or --schema, and one of --json and --as-csv",
             hint='haiprof trace query TRACES "select count(*) from gpu"',
         )
-    with shared.ReadProgress(quiet=output.json):
-        source = shared.trace_target(shared.existing_log_dir() if target is None else Path(target))
-        analysis = TraceQuestions(source, window=window)
+    source = shared.trace_target(shared.existing_log_dir() if target is None else Path(target))
+    with shared.reading(source, output, window=window) as analysis:
         tables = sql_tables(source, analysis=analysis)
         if sql is None:
             output.show(lambda _: schema_view(tables), schema_data(tables))

@@ -296,7 +296,7 @@ def ask(
     run: RunPaths, kind: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float,
     ranks: tuple[int, ...] | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Answers:  # fmt: skip
-    """Posts a request and waits; `progress` gets how many answered, of how many."""
+    """Posts a request and waits; `progress` gets how many have answered, of how many."""
     asked = [m for m in members(run) if ranks is None or m.rank in ranks]
     request = new_request(kind, arguments, valid_s=timeout_s, ranks=ranks)
     limit, told = time.monotonic() + timeout_s, 0

@@ -179,11 +179,8 @@ def _sick_nodes(
 def _split_line(line: str) -> dict[str, str]:
     """`A=1 B=two words C=3` of scontrol; of a name that comes twice, the first one."""
     parts = _FIELD.split(line)
-    pairs = zip(parts[1::2], parts[2::2], strict=True)
-    found: dict[str, str] = {}
-    for name, value in pairs:
-        found.setdefault(name, _cut(value.strip()))
-    return found
+    pairs = [*zip(parts[1::2], parts[2::2], strict=True)]
+    return {name: _cut(value.strip()) for name, value in reversed(pairs)}
 
 
 def _run(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
@@ -295,20 +292,18 @@ def read_pod(said: str, pod: Mapping[str, Any], manifest: Manifest) -> _Answer:
         and (_unix_s(end.get("finishedAt")) or 0) >= start_s - _SLACK_S
     ]  # fmt: skip
     own.sort(key=lambda end: end["exitCode"] == 0)  # a sidecar that ended well is not the job
-    conditions = [
-        each
-        for each in objects(status.get("conditions"))
-        if (each.get("type"), each.get("status")) == ("DisruptionTarget", "True")
-    ]
+    told = objects(status.get("conditions"))
+    is_set = [each for each in told if each.get("status") == "True"]
+    conditions = [each for each in is_set if each.get("type") == "DisruptionTarget"]
     if not own and not conditions and not status.get("reason"):
         return STILL_RUNS if status.get("phase") == "Running" else "it does not tell how it ended"
+    disruption = conditions[0] if conditions else {}
     return {
         **{key: pod[key] for key in ("host", "name", "namespace")},
         "node": _plain(spec.get("nodeName")),
-        "reason": _plain(status.get("reason")),
-        "message": _plain(status.get("message")),
-        "disruption": _plain(conditions[0].get("reason")) if conditions else None,
-        "disruption_message": _plain(conditions[0].get("message")) if conditions else None,
+        **{key: _plain(status.get(key)) for key in ("reason", "message")},
+        "disruption": _plain(disruption.get("reason")),
+        "disruption_message": _plain(disruption.get("message")),
         "container": own[0] if own else None,
     }
 

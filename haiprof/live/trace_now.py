@@ -137,7 +137,7 @@ def _ask_once(
 
     answers = ask(
         run, "trace", arguments, timeout_s=wait_s, ranks=ranks,
-        progress=lambda done, of: progress(f"{done} of {of} ranks are done"),
+        progress=lambda done, of: progress(f"{done} of {of} ranks are done") if done else None,
     )  # fmt: skip
     return TraceNow(
         run=str(run.root), window=window,
