@@ -195,9 +195,9 @@ def _with_files(run: RunPaths, found: TraceNow, answers: Answers, progress: Prog
             places[rank] = f"{reply.get('host')}:{reply['run']}/traces/{name}"
         elif isinstance(reply.get("stem"), str):
             files[rank] = run.traces / name
-    own = [path for path in files.values() if path.parent == run.traces]
-    wait_for_files(own, WRITE_S, progress)
-    places |= {rank: str(path) for rank, path in files.items() if path in own and path.is_file()}
+    files = {rank: path for rank, path in files.items() if path.parent == run.traces}
+    wait_for_files(list(files.values()), WRITE_S, progress)
+    places |= {rank: str(path) for rank, path in files.items() if path.is_file()}
     done = [replace(rank, path=places.get(rank.rank)) for rank in found.ranks]
     return replace(found, ranks=tuple(done))
 
