@@ -326,8 +326,7 @@ def _name_nodes(
     inputs: RuleInputs, findings: tuple[Finding, ...], ledger: Ledger | None
 ) -> tuple[Finding, ...]:
     """Findings with the nodes of their ranks, and what the last preflight said of these."""
-    hosts = dict(inputs.ranks.select("rank", "host").drop_nulls().rows())
-    named = []
+    hosts, named = inputs.hosts, []
     for finding in findings:
         own = {hosts[rank] for rank in ranks_of(finding, ledger) if rank in hosts}
         is_part = 0 < len(own) < len(set(hosts.values()))

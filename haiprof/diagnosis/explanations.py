@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import polars as pl
 
 from haiprof.base.code_places import place_text
-from haiprof.base.intervals import Bools, Ints
+from haiprof.base.intervals import Bools
 from haiprof.base.ledger import (
     GROWING,
     Account,
@@ -45,7 +44,7 @@ from haiprof.diagnosis.opportunities import (
 )
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
-from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
+from haiprof.diagnosis.verdict import Finding, evidence_rows, make_finding
 from haiprof.run_analysis.code_samples import (
     DATALOADER,
     OTHER_THREADS,
@@ -53,7 +52,6 @@ from haiprof.run_analysis.code_samples import (
     WORKER,
     WORKER_WAITING,
     CodeSamples,
-    Frame,
 )
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
@@ -136,6 +134,15 @@ class Question:
         return "dataloader-bound: " if self.share > 0.5 else ""
 
     @property
+    def is_alone(self) -> bool:
+        """Whether it is about some of several ranks."""
+        return bool(self.account.ranks) and len(self.inputs.world) > 1
+
+    def of_phase(self, phase: int) -> CodeSamples:
+        """The samples of one phase: what the training thread, or a worker, does meanwhile."""
+        return self.samples.take(self.samples.phase == phase)
+
+    @property
     def amount(self) -> str:
         """`6.9 ms of a step, 18 %`."""
         whole = _whole_of(self.account) or "a step"
@@ -159,12 +166,8 @@ def explain(question: Question) -> Finding:
     by_activity = None if is_evaluated else _BY_ACTIVITY.get(account.activity)
     by_position = _BY_POSITION.get(account.position, _code)
     said = (_BY_KEY.get(account.explanation) or by_activity or by_position)(question)
-    if account.activity == "wait: file":
-        said = _with_mount(question, said)
-    if account.activity == "wait: socket":
-        said = replace(said, evidence=(*said.evidence, *_sent_again(question)))
-    if account.activity == "wait: lock":
-        said = _with_holder(question, said)
+    if more := _MORE.get(account.activity):
+        said = more(question, said)
     if paid := re.match(r"every \d+\w\w step", account.when):  # so it is done every N steps already
         remedy = said.remedy.replace("every N steps", f"less often than {paid[0]}")
         said = replace(said, remedy=remedy)
@@ -172,10 +175,10 @@ def explain(question: Question) -> Finding:
 
 
 def _name_alone(question: Question, said: Finding) -> Finding:
-    ranks = question.account.ranks
-    if not ranks or len(question.inputs.world) < 2 or said.title.startswith("rank"):
+    if not question.is_alone or said.title.startswith("rank"):
         return said
-    return replace(said, title=f"{question.inputs.name_ranks(ranks)} alone: {said.title}")
+    who = question.inputs.name_ranks(question.account.ranks)
+    return replace(said, title=f"{who} alone: {said.title}")
 
 
 def _with_mount(question: Question, said: Finding) -> Finding:
@@ -193,18 +196,16 @@ def _with_mount(question: Question, said: Finding) -> Finding:
     )
 
 
-def _sent_again(question: Question) -> tuple[Evidence, ...]:
-    """What the account's nodes had to send again: what came in late has its counts on the peer."""
-    inputs, found = question.inputs, list[tuple[str, float, str]]()
-    hosts = dict(inputs.ranks.select("rank", "host").drop_nulls().rows())
-    for host in sorted({hosts[r] for r in question.account.ranks or hosts if r in hosts}):
+def _with_sent_again(question: Question, said: Finding) -> Finding:
+    """With what the nodes had to send again: what came in late has its counts on the peer."""
+    inputs, ranks, found = question.inputs, question.account.ranks, list[tuple[str, float, str]]()
+    for host in sorted({host for rank, host in inputs.hosts.items() if rank in ranks or not ranks}):
         node = inputs.counted.nodes.get(host, {}).get(None, {})
-        sent = node.get("tcp_transmit_segment_count_per_s")
-        again = node.get("tcp_retransmit_segment_count_per_s")
+        sent, again = (node.get(f"tcp_{n}_segment_count_per_s") for n in ("transmit", "retransmit"))
         if sent and again is not None:
             name = f"{visible(host)}: TCP segments sent again, of those it sent"
             found.append((name, again / sent, "ratio"))
-    return evidence_rows(*found)
+    return replace(said, evidence=(*said.evidence, *evidence_rows(*found)))
 
 
 def _small_operators(question: Question) -> Finding:
@@ -213,63 +214,45 @@ def _small_operators(question: Question) -> Finding:
     loops = {frame.loop: frame.loop_kind for frame in frames if frame.line == account.line}
     count, rows, beside = "", [], ""
     if account.elsewhere and "backward" in (account.position, *account.elsewhere):
-        beside = " with their part of backward"
-        beside += " (an estimate)" if lines is None else ""
+        beside = f" with their part of backward{' (an estimate)' * (lines is None)}"
     if lines is not None:
-        places = {frame[:2] for frame in frames if frame.loop in loops}
-        number = operators_of(lines, places)[0]
+        number = operators_of(lines, {frame[:2] for frame in frames if frame.loop in loops})[0]
         count, rows = f", {number:,.0f} in a step", [("operators in a step", number, "count")]
-    remedy = (
-        "do it for all elements at once, without the loop: batched operators, torch.stack, einsum, "
-        "torch.vmap; of parameters, torch._foreach_* or what the optimizer has for it"
-    )
-    if account.package == "numpy" or any(name.startswith("numpy") for name in account.callees):
-        remedy = "do it for all elements at once, without the loop: whole arrays, or tensors"
+    is_numpy = account.package == "numpy" or any(c.startswith("numpy") for c in account.callees)
     kinds = {kind & LAYERS for kind in loops.values()}
-    if LAYERS in kinds:
-        remedy = (
-            "no layer of the loop needs the one before: where they are alike, compute all with one "
-            f"batched operator ({FOR_LAYERS}), or use torch.compile"
-        )
-    elif RECURRENCE in kinds:
-        remedy = (
-            "each round needs the one before: use the operator that has the loop inside (nn.LSTM, "
-            "nn.GRU, torch.cumsum), torch.compile, or do outside of it what does not need it"
-            if beside
-            else _ONE_BY_ONE
-        )
+    kind = next((kind for kind in (LAYERS, RECURRENCE) if kind in kinds), INDEPENDENT)
+    remedy = {
+        LAYERS: "no layer of the loop needs the one before: where they are alike, compute all with "
+        f"one batched operator ({FOR_LAYERS}), or use torch.compile",
+        RECURRENCE: "each round needs the one before: use the operator that has the loop inside "
+        "(nn.LSTM, nn.GRU, torch.cumsum), torch.compile, or do outside of it what does not need it"
+        if beside
+        else _ONE_BY_ONE,
+        INDEPENDENT: "do it for all elements at once, without the loop: "
+        + ("whole arrays, or tensors" if is_numpy else _BATCHED),
+    }
     return make_finding(
         f"many small operators in a loop: {_function_text(account)}{count}, "
         f"{question.amount}{beside}",
-        remedy,
+        remedy[kind],
         *rows,
         rule=SMALL_OPERATORS,
     )
 
 
-def _of_input(question: Question) -> CodeSamples:
-    """What the training thread itself does for its batches."""
-    return question.samples.take(question.samples.phase == DATALOADER)
-
-
-def _largest_text(lines: Sequence[CodeLine]) -> str:
-    """`: 98 % of the workers' loading is at data.py:8 index`, where most is at one line."""
-    if not lines or (lines[0].share or 0.0) < MIN_WAY_RATIO:
-        return ""
-    place = place_text(lines[0].file, lines[0].line, written_in(lines[0].function))
-    return f": {ratio_text(lines[0].share)} of {lines[0].of} is at {place}"
-
-
 def _waits_for_loader(question: Question) -> Finding:
-    inputs = question.inputs
-    loading = question.samples.take(question.samples.phase == WORKER)
-    makes = loading if len(loading.rank) else _of_input(question)
-    why = loader_cause(inputs, makes)
+    inputs, loading = question.inputs, question.of_phase(WORKER)
+    why = loader_cause(inputs, loading if len(loading.rank) else question.of_phase(DATALOADER))
     lines = code_lines(loading, "the workers' loading", 1.0)
     if why is not None and why.rule == "epoch_restart":
-        beside = question.samples.take(question.samples.phase == WORKER_WAITING)
+        beside = question.of_phase(WORKER_WAITING)
         starting = code_lines(beside, "what the workers do beside loading", 1.0)
-        why, lines = replace(why, title=why.title + _largest_text(starting)), starting or lines
+        lines = starting or lines
+        if starting and (starting[0].share or 0.0) >= MIN_WAY_RATIO:
+            most = starting[0]
+            place = place_text(most.file, most.line, written_in(most.function))
+            at = f": {ratio_text(most.share)} of {most.of} is at {place}"
+            why = replace(why, title=why.title + at)
     if why is None or why.rule in ("few_workers", "no_workers", "cores_full", "slow_samples"):
         starved = starvation(inputs)
         lost = (
@@ -280,19 +263,14 @@ def _waits_for_loader(question: Question) -> Finding:
         theirs = lost >= min(question.share, 1.0) / 2
         theirs &= max(inputs.loader_workers.values(), default=1) > 0
         if starved is not None and starved.rule == NEIGHBOURS and theirs:
-            title = (
-                f"training waits for loader workers, {question.amount}: other processes use the "
-                "CPUs"
-            )
             used = max((inputs.worker_cores(rank) or 0.0 for rank in inputs.world), default=0.0)
+            own = evidence_rows(("CPU of its workers in a step", used * question.mean_ns, "ns"))
             return replace(
                 starved,
-                title=title,
+                title=f"training waits for loader workers, {question.amount}: other processes use "
+                "the CPUs",
                 remedy=f"do less per sample: {less_per_sample(loading)}; or {starved.remedy}",
-                evidence=(
-                    *starved.evidence,
-                    *evidence_rows(("CPU of its workers in a step", used * question.mean_ns, "ns")),
-                ),
+                evidence=(*starved.evidence, *own),
                 code_lines=lines,
             )
     why = why or Finding(
@@ -302,7 +280,7 @@ def _waits_for_loader(question: Question) -> Finding:
         missing=("how the loader was made, its CPU use",),
     )
     both = question.account.explanation == WORKER_CORES
-    cores = " and for the CPU cores that its workers take" if both else ""
+    cores = " and for the CPU cores that its workers take" * both
     return replace(
         why,
         rule=SLUGS["input"],
@@ -315,25 +293,25 @@ def _waits_for_loader(question: Question) -> Finding:
 
 def _input(question: Question) -> Finding:
     """The batch is made on the training thread."""
-    inputs, account = question.inputs, question.account
+    inputs, account, amount = question.inputs, question.account, question.amount
     if account.activity == _UNKNOWN:  # nobody saw who makes it
         return _waits_for_loader(question)
-    found = Finding(rule=SLUGS["input"], title="", remedy="")
-    if _is_below(question, "_next_index"):
-        return replace(
-            found,
+    tree, code, rule = question.samples.tree, _code_text(account), SLUGS["input"]
+    samples = np.array([*(frame.function.endswith("_next_index") for frame in tree.frames), False])
+    if _is_own(question, tree.holds(samples)):
+        return Finding(
+            rule=rule,
             cause="sampler",
-            title=f"the sampler chooses batches on the training thread, {question.amount}"
-            f"{_code_text(account)}",
+            title=f"the sampler chooses batches on the training thread, {amount}{code}",
             remedy="a sampler runs there whatever num_workers is: draw the indices of an epoch at "
             "once (numpy, torch.randperm), keep what does not change from batch to batch, sets and "
             "arrays in place of lists that are searched",
         )
     if min(inputs.loader_workers.values(), default=0) > 0:
-        return replace(
-            found,
+        return Finding(
+            rule=rule,
             title="what the training thread itself does to get a batch, beside the DataLoader's "
-            f"workers: {question.amount}{_code_text(account)}",
+            f"workers: {amount}{code}",
             remedy=_OF_TRAINER
             if _is_in_trainer(account)
             else "the DataLoader itself does it for each batch: fewer, larger batches"
@@ -341,7 +319,8 @@ def _input(question: Question) -> Finding:
             else "move what this line does into the dataset, where the workers do it; hand over "
             "fewer and larger tensors",
         )
-    why = loader_cause(inputs, _of_input(question))
+    makes = question.of_phase(DATALOADER)
+    why = loader_cause(inputs, makes)
     told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
     waits = account.activity.startswith("wait")
     is_its = why is not None and (why.rule == "cores_full" or (why.rule == "storage") == waits)
@@ -350,47 +329,16 @@ def _input(question: Question) -> Finding:
         title="",
         remedy="load batches in worker processes: DataLoader(..., num_workers=1, "
         "persistent_workers=True), or more where there are cores; or do less per sample: "
-        + less_per_sample(_of_input(question)),
+        + less_per_sample(makes),
     )
-    return replace(
-        found,
+    return Finding(
+        rule=rule,
         cause=known.rule,
-        title=f"{question.bound}batches are made on the training thread, {question.amount}"
-        + (f", {told.title}" if told else f"{_code_text(account)}"),
+        title=f"{question.bound}batches are made on the training thread, {amount}"
+        + (f", {told.title}" if told else code),
         remedy=known.remedy,
         evidence=known.evidence,
     )
-
-
-def _restarts_workers(question: Question) -> Finding:
-    return make_finding(
-        "starting the DataLoader's workers and ending the old ones, "
-        f"{question.amount}, {question.account.paid}",
-        "keep the workers alive between epochs: DataLoader(..., persistent_workers=True); or fewer "
-        "workers, or longer epochs (a sampler that repeats)",
-        rule=SLUGS["input"],
-        cause="worker_start",
-        setting=MAKES_LOADER,
-    )
-
-
-def _receives(question: Question) -> Finding:
-    return make_finding(
-        "the training thread receives the batches that the DataLoader's workers made, "
-        f"{question.amount}",
-        "each batch costs this, a large one more: larger batches, one stacked tensor where a batch "
-        "holds many; of large ones, uint8 or float16 in place of float32; what fewer workers gain "
-        "is measured by haiprof try-loader",
-        rule=SLUGS["input"],
-        cause="receiving",
-    )
-
-
-def _is_below(question: Question, function: str) -> bool:
-    """Whether the account's line was called by a function of a library with that name."""
-    tree = question.samples.tree
-    calls = np.array([*(frame.function.endswith(function) for frame in tree.frames), False])
-    return _is_own(question, tree.holds(calls))
 
 
 def _own_stacks(question: Question) -> Bools:
@@ -410,26 +358,24 @@ def _loop_kind(question: Question) -> int:
     """Of a loop around the account's line that is no training loop; 0 where there is none."""
     samples, tree = question.samples, question.samples.tree
 
-    def frames_of(stacks: Ints) -> Iterator[Frame]:
-        for stack in stacks.tolist():
-            yield from (tree.frames[place] for place in tree.frame_places(stack))
+    def loops_of(chosen: Bools) -> set[tuple[str, int, int]]:
+        stacks = np.unique(samples.stack[chosen]).tolist()
+        frames = (tree.frames[place] for each in stacks for place in tree.frame_places(each))
+        return {(frame.file, frame.loop, frame.loop_kind) for frame in frames}
 
-    of_model = np.unique(samples.stack[np.isin(samples.phase, _OF_MODEL)])
-    training = {(frame.file, frame.loop) for frame in frames_of(of_model)}
-    own = np.unique(samples.stack[_own_stacks(question)[samples.stack]])
-    kinds = {f.loop_kind for f in frames_of(own) if (f.file, f.loop) not in training}
-    return min(kinds - {0}, key=lambda kind: kind & RECURRENCE, default=0) if len(of_model) else 0
+    of_model = np.isin(samples.phase, _OF_MODEL)
+    training = {loop[:2] for loop in loops_of(of_model)}
+    own = loops_of(_own_stacks(question)[samples.stack])
+    kinds = {kind for *loop, kind in own if kind and tuple(loop) not in training}
+    return min(kinds, key=lambda kind: kind & RECURRENCE, default=0) if of_model.any() else 0
 
 
 def _other_threads(question: Question) -> tuple[CodeSamples, float]:
     """What other Python threads of the training process use cores for, and how many cores."""
-    others = question.samples.phase == OTHER_THREADS
-    others &= question.samples.worker < 0
-    chosen = question.samples.take(others)
-    if not len(chosen.rank):
-        return chosen, 0.0
-    whole = max(float(question.inputs.trained_ns.get(int(chosen.rank[0]), 1.0)), 1.0)
-    return chosen, min(float(chosen.weight_ns.sum()) / whole, 1.0)
+    samples = question.samples
+    chosen = samples.take((samples.phase == OTHER_THREADS) & (samples.worker < 0))
+    trained_ns = [question.inputs.trained_ns.get(rank, 1.0) for rank in chosen.rank[:1].tolist()]
+    return chosen, min(float(chosen.weight_ns.sum()) / max([*trained_ns, 1.0]), 1.0)
 
 
 def _with_holder(question: Question, said: Finding) -> Finding:
@@ -484,8 +430,7 @@ def _no_core(question: Question) -> Finding:
         title = f"{starved.title}: the training thread waits for a CPU core, {question.amount}"
         if starved.cause != LOADER_WORKERS:
             return replace(starved, title=title)
-        loading = question.samples.take(question.samples.phase == WORKER)
-        lines = code_lines(loading, "the workers' loading", 1.0)
+        lines = code_lines(question.of_phase(WORKER), "the workers' loading", 1.0)
         return replace(starved, title=title, code_lines=lines)
     inputs, ranks = question.inputs, question.account.ranks
     used = others_beside(inputs, ranks)
@@ -505,19 +450,16 @@ def _no_core(question: Question) -> Finding:
 
 
 def _collections(question: Question) -> Finding:
-    inputs = question.inputs
-    pauses = inputs.pauses.filter(pl.col("phase") == GC_PHASE)
-    longest = float(pauses["duration_ns"].max() or 0)  # type: ignore[arg-type]
-    account = question.account
+    inputs, account = question.inputs, question.account
+    pauses = inputs.pauses.filter(phase=GC_PHASE)["duration_ns"]
+    longest = float(number(pauses.max()) or 0)
     looks = (settings.looks for settings in inputs.settings.values())
-    asked = any(
-        account.line is not None
-        and (look.collect_file, look.collect_line) == (account.file, account.line)
-        for look in looks
-    )
-    how = "called by" if asked else "mostly in"
-    by = "" if account.file is None else f", {how} {_function_text(account)}"
-    there = " in each step" if account.file is None else " there"
+    calls = [(look.collect_file, look.collect_line) for look in looks]
+    asked = account.line is not None and (account.file, account.line) in calls
+    by, there = "", " in each step"
+    if account.file is not None:
+        by = f", {'called by' if asked else 'mostly in'} {_function_text(account)}"
+        there = " there"
     device = ", and GPU memory only if a reference cycle holds tensors" * inputs.uses_gpu
     return make_finding(
         f"garbage collection stops training, {question.amount}, up to "
@@ -528,7 +470,7 @@ def _collections(question: Question) -> Finding:
         else "call gc.freeze() once the model and data are built; then gc.disable(), and "
         "gc.collect(1) every few hundred steps on all ranks alike; look for what makes objects and "
         f"reference cycles{there} (closures, kept exceptions)",
-        ("pauses of 0.2 ms and more", float(pauses.height), "count"),
+        ("pauses of 0.2 ms and more", float(len(pauses)), "count"),
         ("longest pause", longest, "ns"),
         rule="garbage_collection",
         cause="explicit" if asked else None,
@@ -537,31 +479,32 @@ def _collections(question: Question) -> Finding:
 
 def _link(question: Question) -> Finding:
     inputs, account = question.inputs, question.account
-    if account.position in ("backward", "forward"):
-        hosts = inputs.ranks["host"].drop_nulls().n_unique()
-        between = "the network between the nodes" if hosts > 1 else "the link between the ranks"
-        starved = None if hosts > 1 else starvation(inputs)
-        first = f"first {starved.remedy}: on one node an exchange needs cores; " if starved else ""
-        buckets = _small_buckets(inputs)
-        if buckets:
-            first = "larger buckets: DistributedDataParallel(bucket_cap_mb=25), the default; then "
-        looks = [each.looks for each in inputs.settings.values()]
-        spares = "" if any(look.no_sync_count for look in looks) else "accumulate with no_sync(), "
+    if account.position not in ("backward", "forward"):
         return Finding(
-            rule="link_bound",
-            cause="small_buckets" if buckets else None,
-            title="exchanging gradients takes longer than their bytes need on a good link, "
-            f"{question.amount}, not counting the wait for late ranks{buckets}",
-            remedy=f"{first}measure {between} (haiprof doctor; iperf3, nccl-tests); send less: "
-            f"{spares}compress with a communication hook (bf16_compress_hook), "
-            "or larger batches",
+            rule="blocking_collectives",
+            title=f"collectives between the phases, {question.amount}, not counting the wait for "
+            "late ranks",
+            remedy="call them less often (metrics every N steps), several in one, or with "
+            "async_op=True; broadcast what does not change once, before the loop",
         )
+    between, starved = "the link between the ranks", None
+    if len(set(inputs.hosts.values())) > 1:
+        between = "the network between the nodes"
+    else:
+        starved = starvation(inputs)
+    first = f"first {starved.remedy}: on one node an exchange needs cores; " if starved else ""
+    buckets = _small_buckets(inputs)
+    if buckets:
+        first = "larger buckets: DistributedDataParallel(bucket_cap_mb=25), the default; then "
+    skips = any(each.looks.no_sync_count for each in inputs.settings.values())
+    spares = "" if skips else "accumulate with no_sync(), "
     return Finding(
-        rule="blocking_collectives",
-        title=f"collectives between the phases, {question.amount}, not counting the wait for late "
-        "ranks",
-        remedy="call them less often (metrics every N steps), several in one, or with "
-        "async_op=True; broadcast what does not change once, before the loop",
+        rule="link_bound",
+        cause="small_buckets" if buckets else None,
+        title="exchanging gradients takes longer than their bytes need on a good link, "
+        f"{question.amount}, not counting the wait for late ranks{buckets}",
+        remedy=f"{first}measure {between} (haiprof doctor; iperf3, nccl-tests); send less: "
+        f"{spares}compress with a communication hook (bf16_compress_hook), or larger batches",
     )
 
 
@@ -572,12 +515,10 @@ def _small_buckets(inputs: RuleInputs) -> str:
     PyTorch Distributed (VLDB 2020), section 3.2.3.
     """
     for model in (model for each in inputs.settings.values() for model in each.models):
-        size = number((model.ddp or {}).get("bucket_bytes"))
-        if not size or not model.gradient_bytes:
-            continue
-        count, usual = (math.ceil(model.gradient_bytes / each) for each in (size, _BUCKET_BYTES))
+        size, whole = number((model.ddp or {}).get("bucket_bytes")), model.gradient_bytes or 0
+        count, usual = (math.ceil(whole / each) for each in (size or math.inf, _BUCKET_BYTES))
         count = min(count, model.tensor_count or count)
-        if count >= _MANY_BUCKETS * usual:
+        if size and count and count >= _MANY_BUCKETS * usual:
             return f"; about {count:,} all-reduces a step, for buckets of {bytes_text(size)}"
     return ""
 
@@ -585,26 +526,27 @@ def _small_buckets(inputs: RuleInputs) -> str:
 def stragglers(question: Question, extra_ns: float, *, is_rest: bool) -> Finding:
     """Some ranks need longer than the others for the same work, without what else is listed."""
     inputs, account = question.inputs, question.account
-    state = state_of(inputs, account.ranks[0], question.share)
-    where = WHERE[account.position]
-    gpu = ", its GPU's clock and temperature" if inputs.uses_gpu else ""
     several = len(account.ranks) > 1
+    gpu = ", its GPU's clock and temperature" * inputs.uses_gpu
+    state = state_of(inputs, account.ranks[0], question.share) or Finding(
+        cause=account.position,
+        title="",
+        remedy=f"compare rank {account.ranks[0]} with another: its data shard, its host's load, "
+        f"its CPU affinity{gpu}; the others wait for {'them' if several else 'it'} in their "
+        "collectives",
+    )
     are = "are stragglers" if several else "is a straggler"
-    code = f": {_code_text(account, lead='')}" if account.file else ""
+    code = _code_text(account) if account.file else ""
     rest = ", beyond its other causes listed here" * is_rest
     if account.gain_ns < _WHOLE * extra_ns:
         rest = f" ({duration_text(account.gain_ns)} of that can go){rest}"
     return Finding(
         rule="ranks_uneven",
-        cause=state.cause if state else account.position,
+        cause=state.cause,
         title=f"{inputs.name_ranks(account.ranks)} {are}: {duration_text(extra_ns)} longer per "
-        f"step than the others{rest}, most of it {where}{code}{state.title if state else ''}",
-        remedy=state.remedy
-        if state
-        else f"compare rank {account.ranks[0]} with another: its data shard, its host's load, its "
-        f"CPU affinity{gpu}; the others wait for {'them' if several else 'it'} in their "
-        "collectives",
-        evidence=state.evidence if state else (),
+        f"step than the others{rest}, most of it {WHERE[account.position]}{code}{state.title}",
+        remedy=state.remedy,
+        evidence=state.evidence,
     )
 
 
@@ -639,23 +581,20 @@ def slowed_by_saves(question: Question, slowed: SlowedSteps) -> Finding:
 
 
 def _evaluation(question: Question) -> Finding:
-    account = question.account
-    alone = bool(account.ranks) and len(question.inputs.world) > 1
-    who = f"{ranks_text(account.ranks)} evaluates alone while the others wait: " if alone else ""
-    return Finding(
-        rule="evaluation_heavy",
-        title=f"{who}evaluation takes {question.amount}, {account.paid}",
-        remedy="let all ranks evaluate a part each, less often or on fewer batches"
-        if alone
-        else "evaluate less often or on fewer batches; under torch.no_grad(), which keeps no "
-        "gradients, they can be larger",
+    account, who = question.account, ""
+    remedy = (
+        "evaluate less often or on fewer batches; under torch.no_grad(), which keeps no gradients, "
+        "they can be larger"
     )
+    if question.is_alone:
+        who = f"{ranks_text(account.ranks)} evaluates alone while the others wait: "
+        remedy = "let all ranks evaluate a part each, less often or on fewer batches"
+    title = f"{who}evaluation takes {question.amount}, {account.paid}"
+    return Finding(rule="evaluation_heavy", title=title, remedy=remedy)
 
 
 def _checkpoint(question: Question) -> Finding:
-    saves = question.inputs.pauses.filter(pl.col("phase") == SAVE_PHASE)
-    mean = float(saves["duration_ns"].mean() or 0.0)  # type: ignore[arg-type]
-    account = question.account
+    account, saves = question.account, question.inputs.pauses.filter(phase=SAVE_PHASE)
     is_copying = "async_save" in " ".join((account.expression or "", *account.callees))
     return make_finding(
         f"saving checkpoints stops training, {question.amount}, {account.paid}",
@@ -666,21 +605,24 @@ def _checkpoint(question: Question) -> Finding:
         else "save less often, or asynchronously: torch.distributed.checkpoint.async_save, or "
         "copy the state to the CPU and write it from another thread; write to a local disk first",
         ("saves in the judged steps", float(saves.height), "count"),
-        ("mean time of a save", mean, "ns"),
+        ("mean time of a save", number(saves["duration_ns"].mean()) or 0.0, "ns"),
         rule="checkpoint_stalls",
     )
 
 
-def _explain_by(rule: str, title: str, remedy: str) -> Callable[[Question], Finding]:
+def _explain_by(
+    rule: str, title: str, remedy: str, *, cause: str | None = None, setting: str = ""
+) -> Callable[[Question], Finding]:
     """An explanation that needs no more than the account; its title has fields of it."""
 
-    def said(question: Question) -> Finding:
+    def say(question: Question) -> Finding:
         account, at = question.account, question.account.code_place
         fields = {"amount": question.amount, "paid": account.paid, "code": _code_text(account),
                   "called": f"what {at} calls " if at else ""}  # fmt: skip
-        return Finding(rule=rule, title=title.format(**fields), remedy=remedy)
+        text = title.format(**fields)
+        return Finding(rule=rule, title=text, remedy=remedy, cause=cause, setting=setting)
 
-    return said
+    return say
 
 
 _DO = {
@@ -707,6 +649,10 @@ _OF_MODEL = [TRAINING_PHASES.index(name) for name in ("forward", "backward")]
 _OF_TENSORS = (ACTIVITIES[OPERATORS], ACTIVITIES[NATIVE])
 _ELEMENT = re.compile(r"\[\s*\w+(?:\s*,\s*\w+)+\s*\]")
 """Takes one element of a tensor or an array: `self.m[t,p]`."""
+_BATCHED = (
+    "batched operators, torch.stack, einsum, torch.vmap; of parameters, torch._foreach_* or what "
+    "the optimizer has for it"
+)
 _ONE_BY_ONE = (
     "one round needs the one before: where it works on single elements, take the numbers out once "
     "(tensor.tolist(), or .numpy()) and loop over these; what is only for a log, do every N steps"
@@ -803,7 +749,6 @@ def _code(question: Question) -> Finding:
     account = question.account
     position, called = account.position, " ".join(account.callees)
     has_loader = question.inputs.steps["dataloader_host_ns"].count() > 0
-    alone = bool(account.ranks) and len(question.inputs.world) > 1
     text = f"{account.function} {account.expression}"
     may_load = position in ("prepare", "between_steps") and not has_loader
     may_load &= position == "prepare" or _MAKES_BATCH.search(text) is not None
@@ -827,7 +772,7 @@ def _code(question: Question) -> Finding:
          "it is a hook: remove it (the handle that registering it gave: remove()), or let it "
          "return at once in all but every Nth step"),
         *((of_tensors and kind == loop & LAYERS, do) for kind, do in _OF_LOOP),
-        (alone and is_outside, "let all ranks do a part of it each, or less often"),
+        (question.is_alone and is_outside, "let all ranks do a part of it each, or less often"),
         (may_load, f"where it makes a batch, {_DO['prepare']}; else {_OUTSIDE}"),
         (position == "gradients" and _SCALES.search(text) is not None,
          "it changes the gradients, in one call for each parameter tensor: "
@@ -860,10 +805,10 @@ def main_callee(account: Account) -> str | None:
 
 def _code_text(account: Account, lead: str = ": ") -> str:
     """`ema_update (train.py:15), Python in copy.deepcopy`."""
-    callee = main_callee(account)
-    inside = f" in {callee}" if callee else ""
     if account.file is None:
         return f"{lead}{account.does}"
+    callee = main_callee(account)
+    inside = f" in {callee}" if callee else ""
     return f"{lead}{_function_text(account)}, {account.does}{inside}{_also_text(account)}"
 
 
@@ -876,7 +821,7 @@ def _also_text(account: Account) -> str:
     code = shorten(expression_text(also.expression), CODE_CHARS)
     words = "native code" if also.activity == ACTIVITIES[NATIVE] else activity_words(also.activity)
     does = "" if also.activity == account.activity else f", {words}"
-    return f" ({ratio_text(also.ratio)} of it: {' '.join(filter(None, (at, code)))}{does})"
+    return f" ({ratio_text(also.ratio)} of it: {f'{at} {code}'.strip()}{does})"
 
 
 def _function_text(account: Account) -> str:
@@ -903,6 +848,9 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Finding]] = {
         "samples, or pack sequences",
     ),
 }
+_MORE = {
+    "wait: file": _with_mount, "wait: socket": _with_sent_again, "wait: lock": _with_holder,
+}  # fmt: skip
 _BUCKET_BYTES = 25 << 20
 """DistributedDataParallel's default."""
 _MANY_BUCKETS = 8
@@ -912,8 +860,22 @@ _EVALUATED = ("wait: loader", "evaluation")
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
     WORKER_CORES: _waits_for_loader,
-    RECEIVED: _receives,
-    RESTARTED: _restarts_workers,
+    RECEIVED: _explain_by(
+        SLUGS["input"],
+        "the training thread receives the batches that the DataLoader's workers made, {amount}",
+        "each batch costs this, a large one more: larger batches, one stacked tensor where a batch "
+        "holds many; of large ones, uint8 or float16 in place of float32; what fewer workers gain "
+        "is measured by haiprof try-loader",
+        cause="receiving",
+    ),
+    RESTARTED: _explain_by(
+        SLUGS["input"],
+        "starting the DataLoader's workers and ending the old ones, {amount}, {paid}",
+        "keep the workers alive between epochs: DataLoader(..., persistent_workers=True); or fewer "
+        "workers, or longer epochs (a sampler that repeats)",
+        cause="worker_start",
+        setting=MAKES_LOADER,
+    ),
     SAVED: _checkpoint,
     RECOMPUTED: _explain_by(
         RECOMPUTED,

@@ -12,7 +12,7 @@ from haiprof.base.intervals import Floats
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.medians import lower_median
 from haiprof.base.units import duration_text
-from haiprof.diagnosis.machine_causes import hosts_of, nfs_wait, used_by_others
+from haiprof.diagnosis.machine_causes import nfs_wait, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
 from haiprof.run_analysis.code_samples import FETCH_FILE, CodeSamples
@@ -131,7 +131,7 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
         and place.host == placed.host
         and allowed & (place.allowed_cpus or frozenset())
     )
-    strangers = used_by_others(inputs, hosts_of(inputs).get(rank)) or 0.0
+    strangers = used_by_others(inputs, inputs.hosts.get(rank)) or 0.0
     others += strangers
     loading = _Loading(
         workers=inputs.loader_workers.get(rank),

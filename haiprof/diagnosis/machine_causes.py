@@ -83,7 +83,7 @@ def lost_to_waiting(inputs: RuleInputs) -> float:
 
 def _limit(inputs: RuleInputs, rank: int) -> Finding | None:
     """The cgroup's limit stopped something in as much of its periods as the rank waited."""
-    host = hosts_of(inputs).get(rank)
+    host = inputs.hosts.get(rank)
     node = inputs.node_cpus.get(host) if host is not None else None
     stopped = node.throttled_ratio if node is not None else None
     if node is None or not stopped or stopped < inputs.core_waits[rank]:
@@ -109,7 +109,7 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
         return None
     busy = sum(inputs.busy_cores[r] for r in ranks)
     wanted = busy + sum(inputs.core_waits[r] for r in ranks)
-    others = used_by_others(inputs, hosts_of(inputs).get(rank))
+    others = used_by_others(inputs, inputs.hosts.get(rank))
     too_many = len(ranks) > cores
     if (wanted <= cores and not too_many) or (others or 0.0) > busy:
         return None
@@ -172,7 +172,7 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
 
 def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
     """Others use as many cores as the ranks of the node miss; else these hold each other up."""
-    hosts = hosts_of(inputs)
+    hosts = inputs.hosts
     host = hosts.get(rank)
     used = used_by_others(inputs, host)
     missed = sum(wait for r, wait in inputs.core_waits.items() if hosts.get(r) == host)
@@ -214,15 +214,9 @@ def shared_cores(inputs: RuleInputs, rank: int) -> tuple[tuple[Placement, ...], 
     return group, len(frozenset[int]().union(*(p.allowed_cpus or frozenset() for p in group)))
 
 
-def hosts_of(inputs: RuleInputs) -> dict[int, str]:
-    """The last host of each rank, where its CPUs were counted."""
-    rows = inputs.ranks.select("rank", "host").drop_nulls().rows()
-    return {rank: host for rank, host in rows if host in inputs.node_cpus}
-
-
 def others_beside(inputs: RuleInputs, ranks: Sequence[int]) -> float | None:
     """Cores that others used on the node of some ranks, the most of several; none named: of all."""
-    hosts = hosts_of(inputs)
+    hosts = inputs.hosts
     used = [used_by_others(inputs, hosts.get(rank)) for rank in ranks or inputs.world]
     known = [cores for cores in used if cores is not None]
     return max(known) if known and len(known) == len(used) else None
@@ -230,9 +224,9 @@ def others_beside(inputs: RuleInputs, ranks: Sequence[int]) -> float | None:
 
 def used_by_others(inputs: RuleInputs, host: str | None) -> float | None:
     """Cores of a host that others than its ranks used; None where that is not known."""
-    if host is None:
+    if host not in inputs.node_cpus:
         return None
-    cores, hosts = inputs.node_cpus[host].core_count, hosts_of(inputs)
+    cores, hosts = inputs.node_cpus[host].core_count, inputs.hosts
     busy = inputs.counted.nodes.get(host, {}).get(None, {}).get("cpu_utilization_ratio")
     ranks = [rank for rank in inputs.world if hosts.get(rank) == host]
     if cores is None or busy is None or not all(r in inputs.busy_cores for r in ranks):
@@ -247,7 +241,7 @@ def machine_text(inputs: RuleInputs) -> str | None:
     core 12 % of the time`.
     """
     wait, rank = max(((w, r) for r, w in inputs.core_waits.items()), default=(None, None))
-    hosts = hosts_of(inputs)
+    hosts = inputs.hosts
     host = hosts.get(rank) if rank is not None else next(iter(inputs.node_cpus), None)
     others = used_by_others(inputs, host)
     parts = []
@@ -497,8 +491,7 @@ def nfs_wait(inputs: RuleInputs, ranks: Collection[int], share: float) -> Findin
     It may be where so many were under way on average, on a node of these ranks (none: of any). A
     sentence on waiting for a file goes on with its title.
     """
-    hosts = dict(inputs.ranks.select("rank", "host").drop_nulls().rows())
-    own = {hosts.get(rank) for rank in ranks or hosts}
+    own = {host for rank, host in inputs.hosts.items() if rank in ranks or not ranks}
     found = next((each for each in inputs.mounts if each.host in own), None)
     if found is None or found.under_way < share:
         return None

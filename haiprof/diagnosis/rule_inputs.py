@@ -139,6 +139,11 @@ class RuleInputs:
         """Ranks that have steps."""
         return tuple(self.by_rank)
 
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The last host of each rank, where it is known."""
+        return dict(self.ranks.select("rank", "host").drop_nulls().rows())
+
     def load_samples(self, rank: int) -> CodeSamples:
         """Sampled stacks of a rank while its judged steps ran."""
         begin, end = training_spans([self.by_rank[rank]]).select("begin", "end").row(0)

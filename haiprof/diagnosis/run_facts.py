@@ -377,8 +377,8 @@ def _limit_ahead(inputs: RuleInputs, rank: int, step_ns: float) -> tuple[float |
     """
     # The limit is that of the tightest control group, else the node's memory; None: neither is
     # known.
-    hosts = dict(inputs.ranks.select("rank", "host").rows())
-    means = inputs.counted.nodes.get(hosts.get(rank) or "", {})
+    hosts = inputs.hosts
+    means = inputs.counted.nodes.get(hosts.get(rank, ""), {})
     limits = [m["memory_limit_bytes"] for m in means.values() if m.get("memory_limit_bytes")]
     whose = "control group" if limits else "node"
     limits = limits or [means.get(None, {}).get("memory_total_bytes")]

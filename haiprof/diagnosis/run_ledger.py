@@ -34,7 +34,6 @@ from haiprof.diagnosis.job_time import (
 from haiprof.diagnosis.loader_causes import restarts_workers
 from haiprof.diagnosis.machine_causes import (
     find_larger_inputs,
-    hosts_of,
     shared_cores,
     used_by_others,
 )
@@ -191,7 +190,7 @@ def run_ledger(
         {} if (peers and peers.ns) or not groups else {r: analyzer.backward_tail(r) for r in steps}
     )
     known = {rank: share for rank, share in tails.items() if share is not None}
-    saves = find_saves(analyzer, steps, dict(inputs.ranks.select("rank", "host").rows()))
+    saves = find_saves(analyzer, steps, inputs.hosts)
     time = job_time(
         steps, analyzer.position_times, analyzer.used_positions(), peers,
         known if len(known) == len(steps) else None, _device_use(inputs),
@@ -253,7 +252,7 @@ def run_ledger(
 def _workers_share(inputs: RuleInputs, rank: int) -> float:
     """Of the CPU that was used beside a rank's own, what its workers used; 0 if not most of it."""
     own = inputs.worker_cores(rank) if inputs.loader_workers.get(rank) else None
-    others = used_by_others(inputs, hosts_of(inputs).get(rank))
+    others = used_by_others(inputs, inputs.hosts.get(rank))
     return own / (own + others) if own and others is not None and own > others else 0.0
 
 
@@ -513,7 +512,7 @@ def _free_ratio(inputs: RuleInputs, rank: int) -> float | None:
     known = [each for each in busy if each is not None]
     if len(group) <= cores or len(known) < len(busy):
         return None
-    others = used_by_others(inputs, hosts_of(inputs).get(rank)) or 0.0
+    others = used_by_others(inputs, inputs.hosts.get(rank)) or 0.0
     return max(1.0 - (sum(known) + others) / cores, 0.0)
 
 

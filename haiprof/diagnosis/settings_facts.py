@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import chain
 from math import ceil
 from typing import Literal
 
@@ -14,13 +15,13 @@ import numpy as np
 
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import ranks_text, ratio_text
-from haiprof.diagnosis.machine_causes import SETS_THREADS, hosts_of, used_by_others
+from haiprof.diagnosis.machine_causes import SETS_THREADS, used_by_others
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, typical_rank, usual_split
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
 from haiprof.diagnosis.verdict import Finding, Severity, evidence_rows, make_finding
 from haiprof.run_analysis.code_samples import CODE_PHASES
 from haiprof.run_analysis.run_files import number
-from haiprof.run_analysis.settings import RankSettings, differences
+from haiprof.run_analysis.settings import OptimizerSettings, RankSettings, differences
 
 SWITCHED_ON_RATIO = 0.10
 """Of the looks, one a second, at which a switch was on: below it, it was tried for a moment. Own
@@ -97,22 +98,18 @@ def touched_ratio(inputs: RuleInputs, phases: Collection[str]) -> float:
 def _setting(
     *, device: Literal["cpu", "cuda"] | None = None, ranks: int = 1, severity: Severity = "info"
 ) -> Callable[[Rule], Rule]:
-    """A rule that abstains where a run has no settings, other devices, too few ranks or steps.
+    """A rule that abstains where a run has no settings, other devices, too few ranks or steps."""
 
-    What it finds has that severity, and says where it is not known what the setting costs.
-    """
-
-    def why_not(inputs: RuleInputs) -> str | None:
+    def judge(find: Rule, inputs: RuleInputs) -> Finding | str | None:
         if not inputs.settings:
             return "no settings were recorded"
         if device is not None and inputs.uses_gpu != (device == "cuda"):
             return "no GPU" if device == "cuda" else "the ranks use a GPU"
         if len(inputs.world) < ranks:
             return "one rank"
-        return f"fewer than {MIN_STEPS} steps" if inputs.steps.height < MIN_STEPS else None
-
-    def judge(find: Rule, inputs: RuleInputs) -> Finding | str | None:
-        found = why_not(inputs) or find(inputs)
+        if inputs.steps.height < MIN_STEPS:
+            return f"fewer than {MIN_STEPS} steps"
+        found = find(inputs)
         if not isinstance(found, Finding):
             return found
         unknown = () if found.lost_ratio is not None else (UNKNOWN,)
@@ -144,32 +141,27 @@ def _ranks_with(inputs: RuleInputs, name: str, least: float) -> tuple[list[int],
 
 @_setting()
 def anomaly_detection(inputs: RuleInputs) -> Finding | None:
-    """Autograd's anomaly detection is on while the job trains.
-
-    Each operator then has its Python stack written down as text, and each gradient is looked
-    through for NaN (torch/csrc/autograd/anomaly_mode.h). What the writing takes is seen in sampled
-    stacks of this job; without them a CPU job is judged by the least price measured.
-    """
+    """Autograd's anomaly detection is on while the job trains."""
+    # Each operator then has its Python stack written down as text, and each gradient is looked
+    # through for NaN (torch/csrc/autograd/anomaly_mode.h). What the writing takes is seen in
+    # sampled stacks; without them a CPU job is judged by the least price measured.
     ranks, ratio = _ranks_with(inputs, "anomaly", SWITCHED_ON_RATIO)
     if not ranks:
         return None
     samples = inputs.load_samples(typical_rank(inputs))
     phases = [CODE_PHASES.index(phase) for phase in (*STEP, "dataloader", "other")]
     chosen = np.isin(samples.phase, phases) & (samples.worker < 0)
-    weight, seen = samples.weight_ns[chosen], None
+    weight, seen, title = samples.weight_ns[chosen], None, "anomaly detection is on"
+    known = [] if inputs.uses_gpu else [PRICES["anomaly"].lost_ratio(inputs, on=ratio)]
     if int(chosen.sum()) >= MIN_COUNT and weight.sum():
         inside = samples.tree.within(SEEN_IN["anomaly_detection"])[samples.stack[chosen]]
         seen = float(weight[inside].sum()) / float(weight.sum())
-    known = [] if inputs.uses_gpu else [PRICES["anomaly"].lost_ratio(inputs, on=ratio)]
-    known += [] if seen is None else [min((1 + _CHECKS_RATIO) * seen, 1.0)]
+        known.append(min((1 + _CHECKS_RATIO) * seen, 1.0))
+    if seen:
+        title += f": writing stacks down takes {ratio_text(seen)} of the step, and looking for NaN "
+        title += "in each gradient about as much"
     return make_finding(
-        "anomaly detection is on"
-        + (
-            f": writing stacks down takes {ratio_text(seen)} of the step, and looking for NaN in "
-            "each gradient about as much"
-            if seen
-            else ""
-        ),
+        title,
         "remove torch.autograd.set_detect_anomaly(True) or detect_anomaly(), in Lightning "
         "Trainer(detect_anomaly=True): it is for finding a NaN, not for training",
         ("share of checks that found it on", ratio, "ratio"),
@@ -185,16 +177,12 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
 
 @_setting()
 def profiler_left_on(inputs: RuleInputs) -> Finding | None:
-    """A profiler of the job's own records all the time.
-
-    It was on at half of the looks, which one with a schedule is not. haiprof's own trace windows
-    do not count.
-    """
+    """A profiler of the job's own, not haiprof's, is on at half of the looks: without schedule."""
     ranks, ratio = _ranks_with(inputs, "profiler", LEFT_ON_RATIO)
     if not ranks:
         return None
     some = len(ranks) < len(inputs.world)
-    found = make_finding(
+    return _add_price(inputs, make_finding(
         f"the job's own profiler is on {ratio_text(ratio)} of the time"
         + (f", on {ranks_text(ranks)}" if some else ""),
         "give it a schedule (torch.profiler.schedule(wait=.., warmup=.., active=..)) or remove it; "
@@ -203,19 +191,15 @@ def profiler_left_on(inputs: RuleInputs) -> Finding | None:
         confidence=0.8,
         setting=r"profile\(|\w+\(.*\bprofiler=",
         rank=ranks[0] if some and len(ranks) == 1 else None,
-    )
-    return _add_price(inputs, found, PRICES["profiler"], on=ratio)
+    ), PRICES["profiler"], on=ratio)  # fmt: skip
 
 
 @_setting()
 def costly_switches(inputs: RuleInputs) -> Finding | None:
     """Switches for finding errors are on, or a fast path between GPUs is switched off."""
     ranks = inputs.settings.values()
-    on = {
-        name: does
-        for name, does, concerns, is_on in _SWITCHES
-        if concerns(inputs) and any(is_on(rank) for rank in ranks)
-    }
+    on = {name: does for name, does, concerns, is_on in _SWITCHES
+          if concerns(inputs) and any(map(is_on, ranks))}  # fmt: skip
     if not on:
         return None
     prices = {n: PRICES[n].lost_ratio(inputs) for n in on if n in PRICES and not inputs.uses_gpu}
@@ -294,16 +278,14 @@ def _computing_ratio(inputs: RuleInputs) -> float:
 
 @_setting(device="cpu")
 def padding(inputs: RuleInputs) -> Finding | None:
-    """Sequences are padded beyond the longest one of their batch.
-
-    By looks at `attention_mask`, one a second. What operators compute is at least linear in the
-    columns of a batch (attention grows faster): without those that are padding in each of its
-    sequences, forward and backward are shorter by their share, but for the calling of operators.
-    """
+    """Sequences are padded beyond the longest one of their batch (looks at `attention_mask`)."""
+    # What operators compute is at least linear in the columns of a batch (attention grows faster):
+    # without those that are padding in each of its sequences, forward and backward are shorter by
+    # their share, but for the calling of operators.
     looks = [each.looks for each in inputs.settings.values()]
+    names = ("mask_column", "empty_column", "mask_token", "empty_token")
     columns, empty, tokens, zeros = (
-        sum(getattr(look, f"{name}_count") or 0 for look in looks)
-        for name in ("mask_column", "empty_column", "mask_token", "empty_token")
+        sum(getattr(look, f"{name}_count") or 0 for look in looks) for name in names
     )
     share = empty / max(columns, 1)
     work_ratio = share * _computing_ratio(inputs)
@@ -329,11 +311,8 @@ def padding(inputs: RuleInputs) -> Finding | None:
 
 @_setting()
 def double_precision(inputs: RuleInputs) -> Finding | None:
-    """The model is trained in float64.
-
-    Half of the parameters of what is trained are. A note where only batches are: whatever they
-    meet is computed in float64 until it is cast, and how much that is was not measured.
-    """
+    """Half of the parameters of what is trained are float64; a note where only batches are."""
+    # Whatever these meet is computed in float64 until it is cast: how much was not measured.
     share = max(_dtype_ratio(each, "float64") for each in inputs.settings.values())
     batches = sum("float64" in each.input_dtypes for each in inputs.settings.values())
     if share < DTYPE_RATIO and not batches:
@@ -348,24 +327,23 @@ def double_precision(inputs: RuleInputs) -> Finding | None:
             cause="batches",
             missing=("how much is computed in float64 before it is cast",),
         )
-    touched, busy = touched_ratio(inputs, STEP), max(inputs.gpu_use.values(), default=None)
-    if not inputs.uses_gpu:
-        busy = _computing_ratio(inputs)
+    touched, on_gpu = touched_ratio(inputs, STEP), inputs.uses_gpu
+    busy = max(inputs.gpu_use.values(), default=None) if on_gpu else _computing_ratio(inputs)
     lost = None if busy is None else touched * busy * _FLOAT64_RATIO
-    if lost is not None and not inputs.uses_gpu:
+    if lost is not None and not on_gpu:
         lost = max(lost, PRICES["float64"].lost_ratio(inputs))
     return make_finding(
         f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
         "train in float32: model.float(), and no torch.set_default_dtype(torch.float64); arrays of "
         "numpy are float64, so that batches made from them need .float()",
         ("float64, of what is trained", share, "ratio"),
-        ("the GPU computes" if inputs.uses_gpu else "computing, of forward", busy, "ratio"),
+        ("the GPU computes" if on_gpu else "computing, of forward", busy, "ratio"),
         ("forward, backward and optimizer, share of the step", touched, "ratio"),
         confidence=0.8,
         setting=SETS_FLOAT64,
-        phases=() if inputs.uses_gpu else STEP,
+        phases=() if on_gpu else STEP,
         lost_ratio=lost,
-        missing=("how busy the GPU is",) if inputs.uses_gpu and busy is None else (),
+        missing=("how busy the GPU is",) if busy is None else (),
     )
 
 
@@ -384,24 +362,20 @@ def _dtype_ratio(settings: RankSettings, dtype: str) -> float:
 
 @_setting(device="cpu", severity="warning")
 def half_precision(inputs: RuleInputs) -> Finding | str | None:
-    """Operators in a 16-bit format that the CPU has no arithmetic for: each number is converted.
-
-    What autocast makes of operators where the model is called, or most of its parameters are.
-    """
+    """Operators in a 16-bit format that the CPU has no arithmetic for: each number is converted."""
     known = [each for each in inputs.settings.values() if each.flags.get("cpu_half") is not None]
     if not known:
         return "the CPU's flags were not recorded"
-    lacking = {
-        dtype: each
-        for each in known
+    lacking = [
+        (dtype, "autocast" if each.autocast == dtype else "parameters")
         for dtype in ("float16", "bfloat16")
+        for each in known
         if (each.autocast == dtype or _dtype_ratio(each, dtype) >= DTYPE_RATIO)
         and dtype not in str(each.flags["cpu_half"]).split()
-    }
+    ]
     if not lacking:
         return None
-    dtype, settings = next(iter(lacking.items()))
-    how = "autocast" if settings.autocast == dtype else "parameters"
+    dtype, how = lacking[0]
     found = make_finding(
         f"{dtype} ({how}) on a CPU that has no arithmetic for it",
         "compute in float32, or in bfloat16 where /proc/cpuinfo has avx512_bf16, amx_bf16 or bf16",
@@ -412,11 +386,9 @@ def half_precision(inputs: RuleInputs) -> Finding | str | None:
 
 @_setting()
 def deterministic_mode(inputs: RuleInputs) -> Finding | None:
-    """Only deterministic algorithms are allowed, which is slower.
-
-    On CPUs it costs next to nothing where no index operation is used: it is said there where the
-    least price measured is one. cuDNN's own switch concerns GPUs alone.
-    """
+    """Only deterministic algorithms are allowed, which is slower."""
+    # On CPUs it costs next to nothing where no index operation is used: it is said there where the
+    # least price measured is one. cuDNN's own switch concerns GPUs alone.
     titles = {"deterministic": "torch.use_deterministic_algorithms"}
     if inputs.uses_gpu:
         titles["cudnn_deterministic"] = "torch.backends.cudnn.deterministic"
@@ -425,35 +397,33 @@ def deterministic_mode(inputs: RuleInputs) -> Finding | None:
     if not on or not (inputs.uses_gpu or price.lost_ratio(inputs)):
         return None
     switches = " and ".join(titles[name] for name in sorted(on))
-    found = make_finding(
+    return _add_price(inputs, make_finding(
         f"deterministic algorithms only: {switches}",
         "leave it off where runs need not repeat to the bit; with it, "
         "torch.utils.deterministic.fill_uninitialized_memory = False saves filling new tensors",
         confidence=0.6,
         setting=r"use_deterministic_algorithms\((?!False)|([\w.]+\.)?cudnn\.deterministic = True",
-    )
-    return _add_price(inputs, found, price)
+    ), price)  # fmt: skip
 
 
 @_setting(device="cpu", severity="warning")
 def mkldnn_off(inputs: RuleInputs) -> Finding | None:
-    """Convolutions on CPUs run without oneDNN.
-
-    Matrix products in float32 are MKL's or OpenBLAS' either way: without convolutions it is silent.
-    """
+    """Convolutions on CPUs run without oneDNN; other layers are MKL's or OpenBLAS' either way."""
     off = [each for each in inputs.settings.values() if each.flags.get("mkldnn") is False]
     if not any(has_layers(each, ("Conv",)) for each in off):
         return None
     price = PRICES["mkldnn_convolutions"]
-    lost = ratio_text(price.lost_ratio(inputs))
-    found = make_finding(
+    return _add_price(inputs, make_finding(
         f"oneDNN is switched off: convolutions take at least {price.least:.1f}x as long, "
-        f"{lost} of the step",
+        f"{ratio_text(price.lost_ratio(inputs))} of the step",
         "remove torch.backends.mkldnn.enabled = False (or mkldnn.flags(enabled=False))",
         confidence=0.7,
         setting=r"([\w.]+\.)?mkldnn\.enabled = False|flags\(.*\benabled=False",
-    )
-    return _add_price(inputs, found, price)
+    ), price)  # fmt: skip
+
+
+def _optimizers(inputs: RuleInputs) -> Iterator[OptimizerSettings]:
+    return chain.from_iterable(each.optimizers for each in inputs.settings.values())
 
 
 UNFUSED_ADAM = "unfused_adam"
@@ -468,16 +438,10 @@ def unfused_adam(inputs: RuleInputs) -> Finding | None:
     It is torch's default, and so a fact however long it takes; the ledger's own work of the
     optimizer gives its gain. Source: torch.optim, "Algorithms"; on CPUs since PyTorch 2.4.
     """
-    loops = {
-        optimizer.name
-        for each in inputs.settings.values()
-        for optimizer in each.optimizers
-        if optimizer.name in ("Adam", "AdamW") and not optimizer.fused
-        and optimizer.devices == ("cpu",)
-    }  # fmt: skip
-    share = touched_ratio(inputs, ("optimizer",))
+    loops = [each.name for each in _optimizers(inputs) if each.name in ("Adam", "AdamW")
+             and not each.fused and each.devices == ("cpu",)]  # fmt: skip
     least, usual, most = FUSED_GAINS
-    if not loops or share * least < PROBLEM_RATIO:
+    if not loops or touched_ratio(inputs, ("optimizer",)) * least < PROBLEM_RATIO:
         return None
     name = min(loops)
     return make_finding(
@@ -497,12 +461,8 @@ def optimizer_loop(inputs: RuleInputs) -> Finding | None:
     Left alone, torch takes foreach there by itself; on CPUs the loop is what it takes, and no
     finding. Source: torch.optim, "Algorithms" (fused, then foreach, then for-loop by speed).
     """
-    loops = [
-        (optimizer.tensor_count or 0, optimizer.name)
-        for each in inputs.settings.values()
-        for optimizer in each.optimizers
-        if optimizer.foreach is False and not optimizer.fused and "cuda" in optimizer.devices
-    ]
+    loops = [(each.tensor_count or 0, each.name) for each in _optimizers(inputs)
+             if each.foreach is False and not each.fused and "cuda" in each.devices]  # fmt: skip
     count, name = max(loops, key=lambda loop: loop[0], default=(0, None))
     share = touched_ratio(inputs, ("optimizer",))
     if count < LOOP_MIN_TENSORS or share < PROBLEM_RATIO:
@@ -550,7 +510,7 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
     if unused and not any(each.get("static_graph") is True for each in ddp):
         price = PRICES["find_unused_parameters"]
         lost = "" if inputs.uses_gpu else ratio_text(price.lost_ratio(inputs))
-        found = make_finding(
+        return _add_price(inputs, make_finding(
             "find_unused_parameters=True: the graph is walked after each forward"
             + (f", at least {lost} of the step" if lost else ""),
             "leave it out where every parameter gets a gradient in every step; where the "
@@ -558,8 +518,7 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
             confidence=0.5,
             setting=r"\w+\(.*find_unused_parameters=True",
             cause="find_unused_parameters",
-        )
-        return _add_price(inputs, found, price)
+        ), price)  # fmt: skip
     return None
 
 
@@ -578,8 +537,7 @@ def fsdp_units(inputs: RuleInputs) -> Finding | None:
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.2 and 3.3: parameters of a unit are
     gathered before it computes, the next unit's meanwhile.
     """
-    models = [model for settings in inputs.settings.values() for model in settings.models]
-    for model in models:
+    for model in (model for settings in inputs.settings.values() for model in settings.models):
         count = model.tensor_count or 0
         if model.fsdp_unit_count == 1 and count >= LOOP_MIN_TENSORS:
             return make_finding(
@@ -625,11 +583,10 @@ def _without_tf32(settings: RankSettings) -> bool:
 
 
 def _without_search(settings: RankSettings) -> bool:
-    flags = settings.flags
-    searches = flags.get("cudnn_benchmark") is not False
-    chosen = flags.get("cudnn_deterministic") is True or flags.get("deterministic") is True
-    usable = flags.get("cudnn_enabled") is True and not chosen
-    return usable and not searches and has_layers(settings, ("Conv",))
+    names = ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "deterministic")
+    enabled, searches, *chosen = map(settings.flags.get, names)
+    is_off = enabled is True and searches is False and True not in chosen
+    return is_off and has_layers(settings, ("Conv",))
 
 
 def has_layers(settings: RankSettings, names: tuple[str, ...]) -> bool:
@@ -638,41 +595,35 @@ def has_layers(settings: RankSettings, names: tuple[str, ...]) -> bool:
 
 
 _PATHS = (
-    (
-        "float32 matrix products do not use the tensor cores",
-        "torch.set_float32_matmul_precision('high') (TF32: 10 bits of mantissa), or torch.autocast "
-        "with bfloat16",
-        _without_tf32,
-    ),
-    (
-        "cuDNN uses the first algorithm for each convolution",
-        "torch.backends.cudnn.benchmark = True, where shapes of batches seldom change",
-        _without_search,
-    ),
-)
+    ("float32 matrix products do not use the tensor cores",
+     "torch.set_float32_matmul_precision('high') (TF32: 10 bits of mantissa), or torch.autocast "
+     "with bfloat16", _without_tf32),
+    ("cuDNN uses the first algorithm for each convolution",
+     "torch.backends.cudnn.benchmark = True, where shapes of batches seldom change",
+     _without_search),
+)  # fmt: skip
 """What is off, what switches it on, and whether it is off on a rank."""
 
 
 @_setting(device="cpu")
 def threads_over_cores(inputs: RuleInputs) -> Finding | None:
-    """Operators are computed by more threads than the rank has cores.
+    """Operators are computed by more threads than the rank has cores or CPU quota: twice as many.
 
-    A rank on CPUs has twice as many threads per operator as cores or CPU quota. The threads of an
-    operator wait for the last one of them (OpenMP's barrier), which then stands in line for a core.
+    They wait for the last one of them (OpenMP's barrier), which then stands in line for a core.
     """
-    found = {
-        rank: (each.operator_threads or 0) / ceil(each.usable_cores) if each.usable_cores else 0.0
+    over = {
+        rank: (each.operator_threads or 0) / ceil(each.usable_cores)
         for rank, each in inputs.settings.items()
+        if each.usable_cores
+        and (each.operator_threads or 0) >= THREADS_PER_CORE * ceil(each.usable_cores)
     }
-    rank = max(found, key=lambda r: (found[r], -r))
-    over = [r for r, factor in found.items() if factor >= THREADS_PER_CORE]
-    if rank not in over:
+    if not over:
         return None
+    rank = max(over, key=lambda r: (over[r], -r))
     settings = inputs.settings[rank]
-    cores = settings.usable_cores or 1.0
+    cores, sharing = settings.usable_cores or 1.0, _sharing_counts(inputs).get(rank, 1)
     limited = (settings.cpu_limit_cores or cores + 1) <= cores
     where = "the CPU limit of its control group" if limited else "its CPU affinity"
-    sharing = _sharing_counts(inputs).get(rank, 1)
     return make_finding(
         f"{settings.operator_threads} threads per operator on {cores:g} cores",
         f"OMP_NUM_THREADS={max(int(cores) // sharing, 1)} or torch.set_num_threads"
@@ -685,7 +636,7 @@ def threads_over_cores(inputs: RuleInputs) -> Finding | None:
         missing=(
             "what it costs: it depends on what else wants the cores, and on how threads wait",
         ),
-        rank=rank if len(over) == 1 < len(found) else None,
+        rank=rank if len(over) == 1 < len(inputs.settings) else None,
     )
 
 
@@ -705,24 +656,25 @@ def threads_under_cores(inputs: RuleInputs) -> Finding | None:
     if rank is None or own[rank][1] < FEW_THREADS * own[rank][0]:
         return None
     threads, cores = own[rank]
-    host = hosts_of(inputs).get(rank)
+    host = inputs.hosts.get(rank)
     others = used_by_others(inputs, host) or 0.0
     node_cores = inputs.node_cpus[host].core_count if others and host else cores
     taken = (inputs.worker_cores(rank) or 0.0) + others * cores / (node_cores or cores)
     if cores - taken < threads + 0.5:  # its loader's workers use them, or other processes
         return None
-    asked = inputs.settings[rank].variables.get("OMP_NUM_THREADS")
-    remedy = f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores}): "
-    if asked == str(threads):
-        by_torchrun = threads == 1 and len(inputs.world) > 1
-        remedy += f"OMP_NUM_THREADS is {asked} there" + ", as torchrun sets it" * by_torchrun
-    elif asked == str(cores):
-        remedy = f"torch.set_num_threads({cores}): the job itself sets fewer than OMP_NUM_THREADS"
-    else:
-        remedy += "the job sets fewer (torch.set_num_threads), or another variable does"
+    by_torchrun = ", as torchrun sets it" * (threads == 1 and len(inputs.world) > 1)
+    set_threads, variable = f"torch.set_num_threads({cores})", f"OMP_NUM_THREADS={cores}, or "
+    asked = {
+        str(threads): f"{variable}{set_threads}: OMP_NUM_THREADS is {threads} there{by_torchrun}",
+        str(cores): f"{set_threads}: the job itself sets fewer than OMP_NUM_THREADS",
+    }
+    otherwise = "the job sets fewer (torch.set_num_threads), or another variable does"
     return make_finding(
         f"operators use {threads} of {cores} cores",
-        remedy,
+        asked.get(
+            inputs.settings[rank].variables.get("OMP_NUM_THREADS", ""),
+            f"{variable}{set_threads}: {otherwise}",
+        ),
         ("threads per operator", float(threads), "count"),
         ("cores of the rank", float(cores), "cores"),
         confidence=0.7,
@@ -745,13 +697,11 @@ def settings_differ(inputs: RuleInputs) -> Finding | str | None:
     if not found:
         return None
     ranks = sorted({rank for difference in found for rank in difference.others})
-    texts = [
-        f"{each.name} {' or '.join(sorted(set(map(str, each.others.values()))))} in place of "
-        f"{each.usual}"
-        for each in found
-    ]
+    values = [" or ".join(sorted(set(map(str, each.others.values())))) for each in found]
+    texts = (f"{each.name} {other} in place of {each.usual}"
+             for each, other in zip(found, values, strict=True))  # fmt: skip
     return make_finding(
-        f"{ranks_text(ranks)} with other settings: " + "; ".join(texts),
+        f"{ranks_text(ranks)} with other settings: {'; '.join(texts)}",
         "use the same settings on all ranks; what is set under `if rank == 0` may make the others "
         "wait",
         ("settings that differ", float(len(found)), "count"),

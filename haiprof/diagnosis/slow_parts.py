@@ -69,8 +69,7 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     working = samples.take(works & (samples.worker < 0))
     inside = _of_part(ranks, part)
     usual, its_own = float(own[~inside].mean()), float(own[inside].mean())
-    hosts = dict(analyzer.ranks().select("rank", "host").drop_nulls().rows())
-    machines = {hosts[rank] for rank in part.ranks if rank in hosts and part.kind == MACHINE}
+    hosts = {host for rank, host in inputs.hosts.items() if rank in part.ranks}
     return make_finding(
         f"{layout.names(part.ranks)} holds the job up: its ranks need "
         f"{duration_text(extra)} longer per step than the others",
@@ -83,7 +82,7 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
         cause=part.kind,
         lost_ratio=min(extra / mean_ns, 1.0),
         gain=gain_of(mean_ns, extra, low, high),
-        nodes=tuple(sorted(machines)),
+        nodes=tuple(sorted(hosts)) if part.kind == MACHINE else (),
         code_lines=code_lines(working, "its ranks' step", min(its_own / mean_ns, 1.0)),
     )
 

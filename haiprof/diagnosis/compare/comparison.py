@@ -67,10 +67,10 @@ class StepChange:
     after_step_count: int
     ratio: float
     """After by before: 1.1 is 10 % slower."""
-    low_ratio: float | None
-    high_ratio: float | None
-    p_value: float | None
-    unknown: str
+    low_ratio: float | None = None
+    high_ratio: float | None = None
+    p_value: float | None = None
+    unknown: str = ""
     """Why there is no interval; empty where there is."""
 
     @property
@@ -141,7 +141,8 @@ class RankChange(Change):
     rank: int
 
 
-AnyChange = TypeVar("AnyChange", bound=Change)
+AnyChange = TypeVar("AnyChange", bound="Change | CounterChange")
+OfTime = TypeVar("OfTime", bound=Change)
 
 
 def step_change(before: Floats, after: Floats, medians: Sequence[float]) -> StepChange:
@@ -151,25 +152,16 @@ def step_change(before: Floats, after: Floats, medians: Sequence[float]) -> Step
         before_ns=means[0], after_ns=means[1],
         before_median_ns=medians[0], after_median_ns=medians[1],
         before_step_count=len(before), after_step_count=len(after), ratio=means[1] / means[0],
-        low_ratio=None, high_ratio=None, p_value=None, unknown="",
     )  # fmt: skip
     if min(len(before), len(after)) < COMPARE_MIN_STEPS:
         why = f"{len(before)} and {len(after)} steps after warm-up; {COMPARE_MIN_STEPS} each needed"
         return replace(found, unknown=why)
-    error = Uncertain(
-        parts=tuple(
-            (variance / mean.value**2, freedom)
-            for mean in (_mean(before), _mean(after))
-            for variance, freedom in mean.error.parts
-        )
-    )
+    sides = (_mean(before), _mean(after))
+    error = Uncertain(parts=tuple((variance / mean.value**2, freedom) for mean in sides
+                                  for variance, freedom in mean.error.parts))  # fmt: skip
     middle, width = math.log(found.ratio), error.half_width()
-    return replace(
-        found,
-        low_ratio=math.exp(middle - width),
-        high_ratio=math.exp(middle + width),
-        p_value=error.p_value(middle),
-    )
+    low, high = math.exp(middle - width), math.exp(middle + width)
+    return replace(found, low_ratio=low, high_ratio=high, p_value=error.p_value(middle))
 
 
 def difference(before: BlockMean, after: BlockMean) -> dict[str, float]:
@@ -182,41 +174,37 @@ def difference(before: BlockMean, after: BlockMean) -> dict[str, float]:
     }  # fmt: skip
 
 
-def certain(changes: Sequence[AnyChange]) -> tuple[AnyChange, ...]:
-    """The same with p-values for all of them together, the largest difference first."""
+def _adjust(changes: Sequence[AnyChange]) -> list[AnyChange]:
+    """The same with p-values for all of them together."""
     together = adjust_p_values([one.p_value for one in changes])
-    known = [replace(one, adjusted_p_value=p) for one, p in zip(changes, together, strict=True)]
-    return tuple(sorted(known, key=lambda one: -abs(one.difference_ns)))
+    return [replace(one, adjusted_p_value=p) for one, p in zip(changes, together, strict=True)]
+
+
+def certain(changes: Sequence[OfTime]) -> tuple[OfTime, ...]:
+    """The same with p-values for all of them together, the largest difference first."""
+    return tuple(sorted(_adjust(changes), key=lambda one: -abs(one.difference_ns)))
 
 
 def position_changes(before: ComparedRun, after: ComparedRun) -> tuple[PositionChange, ...]:
     """Positions on the host, and phases on the device where both runs have them."""
     found = []
-    for clock, read in (("host", _positions), ("device", _device_phases)):
-        sides = [read(side) for side in (before, after)]
-        if all(sides):
-            for name in sides[0] | sides[1]:
-                means = [_mean(side.get(name, np.zeros(4))) for side in sides]
-                title = position_words(name) + (", device" if clock == "device" else "")
-                known = difference(*means)
-                found.append(PositionChange(title=title, name=name, clock=clock, **known))
+    for clock, behind, read in (("host", "", _positions), ("device", ", device", _device_phases)):
+        old, new = read(before), read(after)
+        for name in old | new if old and new else ():
+            known = difference(*(_mean(side.get(name, np.zeros(4))) for side in (old, new)))
+            title = f"{position_words(name)}{behind}"
+            found.append(PositionChange(title=title, name=name, clock=clock, **known))
     return certain(found)
 
 
 def rank_changes(before: RunLedger, after: RunLedger) -> tuple[RankChange, ...]:
     """Ranks that both runs have and that changed unlike the middle one; at most 32 of them."""
-    means = [
-        {
-            rank: _mean(time.each_step(own))
-            for rank, own in zip(time.ranks, time.own_ns, strict=True)
-        }
+    old, new = (
+        {r: _mean(time.each_step(own)) for r, own in zip(time.ranks, time.own_ns, strict=True)}
         for time in (before.time, after.time)
-    ]
-    both = sorted(means[0].keys() & means[1].keys())
-    found = certain([
-        RankChange(title=f"rank {rank}", rank=rank, **difference(means[0][rank], means[1][rank]))
-        for rank in both
-    ])  # fmt: skip
+    )
+    found = certain([RankChange(title=f"rank {rank}", rank=rank, **difference(old[rank], new[rank]))
+                     for rank in sorted(old.keys() & new.keys())])  # fmt: skip
     middle = float(np.median([one.difference_ns for one in found] or [0.0]))
     unlike = [one for one in found if one.is_certain and not one.low_ns <= middle <= one.high_ns]
     return tuple(unlike[:COMPARE_MAX_RANKS])
@@ -311,12 +299,8 @@ def counter_changes(before: ComparedRun, after: ComparedRun) -> tuple[CounterCha
         means = difference(*(block_mean(own, run_ratio=0.0) for own in series))
         values = {name.removesuffix("_ns"): value for name, value in means.items()}
         found.append(CounterChange(source=key[0], metric=key[1], unit=key[2], **values))
-    together = adjust_p_values([change.p_value for change in found])
-    sure = [
-        replace(change, adjusted_p_value=p)
-        for change, p in zip(found, together, strict=True)
-        if p is not None and p <= COMPARE_P_VALUE and abs(change.size) >= COMPARE_COUNTER_RATIO
-    ]
+    sure = [c for c in _adjust(found) if (c.adjusted_p_value or 0.0) <= COMPARE_P_VALUE
+            and abs(c.size) >= COMPARE_COUNTER_RATIO]  # fmt: skip
     return tuple(sorted(sure, key=lambda c: (-abs(c.size), c.source, c.metric)))
 
 
@@ -329,10 +313,8 @@ def _series(side: ComparedRun) -> dict[tuple[str, str, str], Floats]:
     times = inside["time_ns"].to_numpy()
     width = max(int(times.max() - times.min()) // _MOST_SAMPLES, 1)
     entity_means = inside.group_by(*_KEY, "time_ns").agg(pl.col("value").mean())
-    binned = entity_means.group_by(*_KEY, (pl.col("time_ns") // width).alias("bin")).agg(
-        pl.col("value").mean()
-    )
-    whole = binned.sort("bin").group_by(_KEY, maintain_order=True).agg("value").rows()
+    bins = entity_means.group_by(*_KEY, pl.col("time_ns") // width).agg(pl.col("value").mean())
+    whole = bins.sort("time_ns").group_by(_KEY, maintain_order=True).agg("value").rows()
     return {(source, metric, unit): np.array(values) for source, metric, unit, values in whole}
 
 
@@ -406,26 +388,20 @@ class Promise:
 
     @property
     def is_outweighed(self) -> bool:
-        """Whether other changes are as large as what was promised: nothing can be said of it then.
-
-        They are at the least what other accounts changed by, and what the step is longer by, or
-        shorter by beyond all that was promised.
-        """
+        """Whether other changes are as large as what was promised: nothing can be said of it."""
+        # At the least what other accounts changed by, and what the step is longer by, or shorter by
+        # beyond all that was promised.
         accounts_ns = self.others_more_ns + self.others_less_ns
         step_ns = max(-self.came_high_ns, self.came_low_ns - self.high_ns)
         return max(accounts_ns, step_ns) >= self.promised_ns
 
     @property
     def came_true(self) -> bool | None:
-        """Whether what was promised came, less what other accounts take.
-
-        None where that cannot be told: other changes outweigh it; what came is known less well than
-        by as much as was promised; or, with what others take or without, it may be nothing.
-        """
-        half_ns = (self.came_high_ns - self.came_low_ns) / 2
-        nothing = any(
-            self.came_low_ns <= came <= self.came_high_ns for came in (0.0, -self.others_ns)
-        )
+        """Whether what was promised came, less what other accounts take; None: too unsure."""
+        # Other changes outweigh it; what came is known less well than by as much as was promised;
+        # or, with what others take or without, it may be nothing.
+        half_ns, may_be = (self.came_high_ns - self.came_low_ns) / 2, (0.0, -self.others_ns)
+        nothing = any(self.came_low_ns <= came <= self.came_high_ns for came in may_be)
         if self.is_outweighed or nothing or half_ns >= self.promised_ns:
             return None
         missed = abs(self.came_ns - (self.promised_ns - self.others_ns))
@@ -438,15 +414,13 @@ def account_changes(
     """Accounts of both runs, the largest difference first, and why there are none."""
     # An account is known again by its position, activity, package, file and function. What is left
     # then, by position, file and function alone: what code does most of the time may change.
-    sides = []
+    sides, accounts = [], []
     for word, found in (("baseline", before), ("new run", after)):
         if found is None or not found.table.count.any():
             return (), f"no stacks were sampled in the steps of the {word}: by position alone"
         sides.append(_RunSide(found))
-    accounts = [[a for a in s.found.ledger.accounts if a.activity != ACTIVITIES[UNKNOWN]]
-                for s in sides]  # fmt: skip
-    pairs = _pairs(accounts[0], accounts[1])
-    changes = [_change(sides[0], sides[1], old, new) for old, new in pairs]
+        accounts.append([a for a in found.ledger.accounts if a.activity != ACTIVITIES[UNKNOWN]])
+    changes = [_change(sides, pair) for pair in _pairs(*accounts)]
     least_ns = PROMISED_RATIO * sides[0].found.ledger.mean_ns
     return _with_planned_ones(certain(changes), least_ns), ""
 
@@ -518,9 +492,9 @@ class _RunSide:
 
 def _pairs(old: _Group, new: _Group) -> Iterator[tuple[_Group, _Group]]:
     for key in (_key, _place_key):
-        groups = [_group_by(side, key) for side in (old, new)]
-        both = groups[0].keys() & groups[1].keys()
-        yield from ((groups[0][found], groups[1][found]) for found in sorted(both, key=str))
+        olds, news = _group_by(old, key), _group_by(new, key)
+        both = sorted(olds.keys() & news.keys(), key=str)
+        yield from ((olds[found], news[found]) for found in both)
         old, new = ([a for a in side if key(a) not in both] for side in (old, new))
     for account in old:
         same = [other for other in new if _is_one_node(account, other)][:1]
@@ -547,14 +521,10 @@ def _is_one_node(one: Account, other: Account) -> bool:
     sizes = sorted([one.ns_per_step, other.ns_per_step])
     if one.position != other.position or 2 * sizes[0] < sizes[1]:
         return False
-    ways = [
-        (
-            f"{_file(a)} {a.function}",
-            [f"{c.split(':')[0]} {c.partition(' ')[2]}" for c in a.callers],
-        )
-        for a in (one, other)
-    ]
-    return ways[0][0] in ways[1][1] or ways[1][0] in ways[0][1]
+    names = [f"{_file(each)} {each.function}" for each in (one, other)]
+    ways = [[f"{c.split(':')[0]} {c.partition(' ')[2]}" for c in each.callers]
+            for each in (other, one)]  # fmt: skip
+    return names[0] in ways[0] or names[1] in ways[1]
 
 
 def _file(account: Account) -> str | None:
@@ -568,9 +538,11 @@ def _group_by(accounts: _Group, key: Callable[[Account], _Key]) -> dict[_Key, _G
     return found
 
 
-def _change(before: _RunSide, after: _RunSide, old: _Group, new: _Group) -> AccountChange:
-    most = [max(side, key=lambda a: a.ns_per_step) if side else None for side in (old, new)]
+def _change(sides: Sequence[_RunSide], pair: tuple[_Group, _Group]) -> AccountChange:
+    old, new = pair
+    lines = [max(of, key=lambda a: a.ns_per_step).line if of else None for of in pair]
     shown = max((*old, *new), key=lambda a: a.ns_per_step)
+    means = [side.mean(group, shown.position) for side, group in zip(sides, pair, strict=True)]
     gain = sum(account.gain_ns for account in old)
     when = [] if shown.when in (EACH_STEP, NOT_KNOWN) else [shown.paid]
     return AccountChange(
@@ -580,14 +552,14 @@ def _change(before: _RunSide, after: _RunSide, old: _Group, new: _Group) -> Acco
         package=shown.package,
         file=_file(shown),
         function=shown.function,
-        before_line=most[0].line if most[0] else None,
-        after_line=most[1].line if most[1] else None,
+        before_line=lines[0],
+        after_line=lines[1],
         callees=shown.callees,
         when=shown.when,
         gain_ns=gain,
         gain_low_ns=gain - math.hypot(*(a.gain_ns - a.gain_low_ns for a in old)),
         gain_high_ns=gain + math.hypot(*(a.gain_high_ns - a.gain_ns for a in old)),
-        **difference(before.mean(old, shown.position), after.mean(new, shown.position)),
+        **difference(*means),
     )
 
 
@@ -637,7 +609,7 @@ class Comparison:
         explained_ns = other_load_ns(self.change, self.loads)
         if not explained_ns or self.change.least_ns > explained_ns:
             return ""
-        slower = self.loads[1] if self.change.is_slower else self.loads[0]
+        slower = self.loads[self.change.is_slower]
         return (
             f"other processes used {ratio_text(slower.other_ratio)} of the cores in the slower "
             f"run, which may explain up to {duration_text(explained_ns)} per step (waiting for a "
@@ -717,10 +689,8 @@ def compare_steps(analyzer: RunFrames, step: int) -> Comparison:
     later = steps.filter(steps["step"] >= step)["start_ns"].min()
     if not isinstance(later, int):
         raise MissingDataError(f"{analyzer.run.root}: no step {step} was recorded")
-    sides = [
-        open_compared_run(RunFrames(analyzer.run.root, between=between))
-        for between in ((0, later), (later, _FOREVER_NS))
-    ]
+    parts = ((0, later), (later, _FOREVER_NS))
+    sides = (open_compared_run(RunFrames(analyzer.run.root, between=part)) for part in parts)
     return compare_runs(*sides, read_traces=False)
 
 
@@ -748,12 +718,9 @@ def other_load_ns(change: StepChange, loads: tuple[Load, Load]) -> float:
     the main thread waited for a core, and by how much its work took longer on shared cores, in
     proportion to the load (`COMPARE_SHARED_CORE_RATIO`).
     """
-    if not change.is_slower and not change.is_faster:
-        return 0.0
-    load = loads[1] if change.is_slower else loads[0]
-    step_ns = max(change.before_ns, change.after_ns)
+    load, step_ns = loads[change.is_slower], max(change.before_ns, change.after_ns)
     other = load.other_ratio or 0.0
-    if other <= COMPARE_LOAD_RATIO:
+    if other <= COMPARE_LOAD_RATIO or not (change.is_slower or change.is_faster):
         return 0.0
     waited = load.wait_ratio or 0.0
     worked = min(1.0 - waited, 1.0 if load.main_cores is None else load.main_cores)
@@ -776,10 +743,10 @@ def unlike_scripts(found: Comparison) -> Iterator[str]:
 def caveats(found: Comparison) -> Iterator[str]:
     """What a reader must know before trusting the claim."""
     yield from unlike_scripts(found)
-    for word, side in (("baseline", found.before), ("new run", found.after)):
-        if side.manifest is not None and side.manifest.end_wall_ns is None:
+    for word, manifest in (("baseline", found.before.manifest), ("new run", found.after.manifest)):
+        if manifest is not None and manifest.end_wall_ns is None:
             yield f"{word}: it has no end: it still runs, or was killed"
-        elif side.manifest is not None and side.manifest.exit_status != 0:
+        elif manifest is not None and manifest.exit_status != 0:
             yield f"{word}: it did not end with exit status 0"
     if len(found.before.inputs.world) != len(found.after.inputs.world):
         yield "the runs have different numbers of ranks: a step is not the same work"
