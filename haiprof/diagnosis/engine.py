@@ -94,7 +94,7 @@ _LISTED_RATIO = PROBLEM_RATIO / 5
 """Opportunities below this are in the ledger alone."""
 _LISTED = 10
 _LOADING = TRAINING_PHASES.index("dataloader")
-_UPDATE_ALL = ("Adam", "AdamW", "SGD", "Adagrad")
+_UPDATE_ALL = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers of torch that update all parameters, whether they have a gradient of 0 or not."""
 _MOST_RATIO = 0.5
 """Of a step: from here on the headline is what the model's own work consists of."""
@@ -135,19 +135,15 @@ def judge(
     memory = analyzer.memory_at_end() if death else ()
     gpu_memory = analyzer.gpu_memory_at_end() if death else ()
     grown = next((m.growth_bytes_per_step for m in memory if m.growth_bytes_per_step), None)
-    ran_out = death is not None and death.cause == "out_of_memory" and not gpu_memory
-    if death is not None and ran_out and (creep or grown):
-        title = f"memory grew by {bytes_text(round(grown))} a step" if grown else ""
-        title = title or (creep.title if creep else "")
-        remedy = creep.remedy if creep else KEPT_REMEDY
-        if death.line is not None and _ADDS.search(death.source or ""):
-            remedy = (
-                f"see first what {death.line}, where it ran out, adds to: clear it, keep less, or "
-                f"write it to a file; else {remedy}"
-            )
-        death = replace(death, remedy=f"{title}: {remedy}")
+    if death and death.cause == "out_of_memory" and not gpu_memory and (creep or grown):
+        title, remedy = (creep.title, creep.remedy) if creep else ("", KEPT_REMEDY)
         if grown:  # one number for one growth: the death tells it
+            title = f"memory grew by {bytes_text(round(grown))} a step"
             findings = tuple(each for each in findings if each is not creep)
+        if death.line is not None and _ADDS.search(death.source or ""):
+            first = f"see first what {death.line}, where it ran out, adds to: clear it, keep less, "
+            remedy = f"{first}or write it to a file; else {remedy}"
+        death = replace(death, remedy=f"{title}: {remedy}")
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
     own_work = _own_work(inputs, found)
@@ -234,8 +230,7 @@ def _findings(
     inputs: RuleInputs, found: RunLedger | None, facts: Sequence[Finding]
 ) -> tuple[Finding, ...]:
     """Opportunities by their gain; facts without one behind those of their severity."""
-    priced = {fact.rule: fact for fact in facts if fact.is_priced}
-    rows: list[Finding] = []
+    rows = [*facts]
     if found is not None:
         ledger, samples = found.ledger, found.samples
         # Where no other thread of the job's was seen, haiprof's own had the interpreter lock.
@@ -246,48 +241,37 @@ def _findings(
             for row, account in zip(ledger.opportunities, ledger.largest(), strict=True)
             if account.gain_ns >= _LISTED_RATIO * ledger.mean_ns and account.activity != of_haiprof
         ]
-        rows = [
-            replace(_finding(inputs, found, account, priced), account=row)
-            for row, account in listed[:_LISTED]
-        ]
-    if any(fact.rule == SLOW_PART for fact in facts):
-        rows = [row for row in rows if row.rule not in _OF_SLOW_PARTS]
-    named = {row.rule for row in rows}
-    for fact in facts:
-        if fact.rule in named:
-            continue
-        if fact.rule == FIRST_BATCH and found is not None:  # before all judged steps: in no account
-            samples = found.samples
-            first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
-            fact = replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
-        if fact.rule == UNFUSED_ADAM and found is not None:
-            fact = _price_update(found, fact)
-        rows.append(fact)
-    if found is not None:
+        priced = {fact.rule: fact for fact in facts if fact.is_priced}
+        rows = [replace(_finding(inputs, found, account, priced), account=row)
+                for row, account in listed[:_LISTED]]  # fmt: skip
+        if any(fact.rule == SLOW_PART for fact in facts):
+            rows = [row for row in rows if row.rule not in _OF_SLOW_PARTS]
+        named = {row.rule for row in rows}
+        rows += (_with_samples(found, fact) for fact in facts if fact.rule not in named)
         rows = [_name_setting(inputs, found, row) if row.setting else row for row in rows]
     rows.sort(key=lambda row: (
         row.rule != STANDSTILL, SEVERITIES.index(row.severity), -_order_ratio(row)
     ))  # fmt: skip
-    return tuple(_own_before_machine(rows))
+    # What others do on the machine stands behind all that surely gains more.
+    at = next((place for place, row in enumerate(rows) if row.rule == NEIGHBOURS), None)
+    if at is not None:
+        more = [place for place, row in enumerate(rows) if _sure_ratio(row) > _sure_ratio(rows[at])]
+        rows.insert(max([at, *more]), rows.pop(at))
+    return tuple(rows)
 
 
-def _price_update(found: RunLedger, fact: Finding) -> Finding:
-    """What fused=True gains of the optimizer's own work, which is needed and in no other gain."""
-    table, mean_ns = found.table, found.ledger.mean_ns
+def _with_samples(found: RunLedger, fact: Finding) -> Finding:
+    """A fact with what samples tell of it."""
+    table, samples, mean_ns = found.table, found.samples, found.ledger.mean_ns
+    if fact.rule == FIRST_BATCH:  # before all judged steps: in no account
+        first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
+        return replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
+    if fact.rule != UNFUSED_ADAM:
+        return fact
+    # What fused=True gains of the optimizer's own work, which is needed and in no other gain.
     ns = found.time.mean_of(table, np.flatnonzero(table.needed & (table.position == OPTIMIZER)))
     least, usual, most = (ns * share for share in FUSED_GAINS)
-    gain = gain_of(mean_ns, usual, least, most)
-    return replace(fact, gain=gain, lost_ratio=usual / mean_ns)
-
-
-def _own_before_machine(rows: list[Finding]) -> list[Finding]:
-    """What others do on the machine stands behind all that surely gains more."""
-    at = next((place for place, row in enumerate(rows) if row.rule == NEIGHBOURS), None)
-    if at is None:
-        return rows
-    more = [place for place, row in enumerate(rows) if _sure_ratio(row) > _sure_ratio(rows[at])]
-    rows.insert(max([at, *more]), rows.pop(at))
-    return rows
+    return replace(fact, gain=gain_of(mean_ns, usual, least, most), lost_ratio=usual / mean_ns)
 
 
 def _name_setting(inputs: RuleInputs, found: RunLedger, row: Finding) -> Finding:
@@ -297,23 +281,20 @@ def _name_setting(inputs: RuleInputs, found: RunLedger, row: Finding) -> Finding
     place = find_statement(found.samples.tree, row.setting, since_ns)
     if place is None:
         return row
-    low = high = None
+    share = low = high = None
     if gain is not None:
+        share = row.lost_ratio
         low, high = (1.0 - ns / gain.step_ns for ns in (gain.high_ns, gain.low_ns))
     file, line, function = place
     said = CodeLine(
-        file=file, line=line, function=function, share=row.lost_ratio if gain else None, low=low,
-        high=high, of="the step", sample_count=None, callees=(),
+        file=file, line=line, function=function, share=share, low=low, high=high, of="the step",
+        sample_count=None, callees=(),
     )  # fmt: skip
     return replace(row, code_lines=(said, *row.code_lines))
 
 
 def _order_ratio(row: Finding) -> float:
-    """What findings are ordered by: the share of the step that they cost.
-
-    Of what others do on the machine that which is sure: it comes before the job's own only where
-    it is surely more.
-    """
+    """The share of the step that a finding costs; of what others do that which is sure."""
     return _sure_ratio(row) if row.rule == NEIGHBOURS else row.lost_ratio or 0.0
 
 
@@ -326,24 +307,21 @@ def _name_nodes(
     inputs: RuleInputs, findings: tuple[Finding, ...], ledger: Ledger | None
 ) -> tuple[Finding, ...]:
     """Findings with the nodes of their ranks, and what the last preflight said of these."""
-    hosts, named = inputs.hosts, []
+    hosts, named, files = inputs.hosts, [], inputs.analyzer.files
     for finding in findings:
         own = {hosts[rank] for rank in ranks_of(finding, ledger) if rank in hosts}
         is_part = 0 < len(own) < len(set(hosts.values()))
         named.append(replace(finding, nodes=tuple(sorted(own))) if is_part else finding)
-    files, nodes = inputs.analyzer.files, {node for one in named for node in one.nodes}
-    manifest = files.manifest
-    if manifest is None or not nodes:
+    nodes = sorted({node for one in named for node in one.nodes})
+    if files.manifest is None or not nodes:
         return tuple(named)
-    failed = failed_before(files.paths.root.parent, sorted(nodes), manifest.start_wall_ns)
+    failed = failed_before(files.paths.root.parent, nodes, files.manifest.start_wall_ns)
     for place, finding in enumerate(named):
         said = "; ".join(f"{visible(one.host)} ({visible(one.what)})" for one in failed
                          if one.host in finding.nodes)  # fmt: skip
         if said:
-            first = (
-                f"the last preflight before this run had named {said}: measure it again "
-                "(`haiprof preflight`), and leave it out if it still is; otherwise "
-            )
+            first = f"the last preflight before this run had named {said}: measure it again "
+            first += "(`haiprof preflight`), and leave it out if it still is; otherwise "
             named[place] = replace(finding, remedy=first + finding.remedy)
     return tuple(named)
 
@@ -352,47 +330,39 @@ def _finding(
     inputs: RuleInputs, found: RunLedger, account: Account, priced: dict[str, Finding]
 ) -> Finding:
     """One opportunity in words."""
-    ledger = found.ledger
-    mean = max(ledger.mean_ns, 1.0)
-    few = inputs.steps.height < CRITICAL_MIN_STEPS
-    severity = _severity(ledger, account, inputs)
-    gain = gain_of(ledger.mean_ns, account.gain_ns, account.gain_low_ns, account.gain_high_ns)
+    ledger, samples, gain_ns = found.ledger, found.samples, account.gain_ns
+    severity: Severity = "info"
+    if ledger.is_problem(account) and not inputs.is_short:
+        is_sure = account.gain_low_ns >= CRITICAL_RATIO * ledger.mean_ns
+        severity = "critical" if is_sure else "warning"
+    gain = gain_of(ledger.mean_ns, gain_ns, account.gain_low_ns, account.gain_high_ns)
+    ratio = gain_ns / max(ledger.mean_ns, 1.0)
     if account.explanation in priced:
         fact = priced[account.explanation]
         missing = () if fact.lost_ratio is None else fact.missing  # its price, which is known now
-        ratio = account.gain_ns / mean
         return replace(fact, lost_ratio=ratio, gain=gain, severity=severity, missing=missing)
-    question = Question(
-        inputs=inputs, samples=found.samples, account=account, mean_ns=ledger.mean_ns
-    )
+    question = Question(inputs=inputs, samples=samples, account=account, mean_ns=ledger.mean_ns)
     if account.explanation == "ranks_uneven" and found.late is not None:
         extra_ns = found.late.extra_ns  # of which others may still have to wait for someone else
-        gain_ns = account.gain_ns
         extra_ns = gain_ns if gain_ns < found.late.goes * extra_ns / 2 else extra_ns
-        named = (ledger.accounts[index] for index in ledger.opportunities)
-        is_rest = any(each.ranks == account.ranks and each != account for each in named)
-        said = stragglers(question, extra_ns, is_rest=is_rest)
+        named = (each for each in ledger.largest() if each.ranks == account.ranks)
+        said = stragglers(question, extra_ns, is_rest=any(each != account for each in named))
     elif account.explanation == SLOWED and found.slowed is not None:
         said = slowed_by_saves(question, found.slowed)
     else:
         said = explain(question)
     line = account_line(account, ledger.mean_ns)
+    few = inputs.steps.height < CRITICAL_MIN_STEPS
     said = _with_operators_beside(found, account, said)
     return replace(
         said,
         gain=gain,
         confidence=FEW_STEPS_SURE if few else said.confidence,
         severity=severity if said.is_choice else "info",
-        lost_ratio=min(account.gain_ns / mean, 1.0),
+        lost_ratio=min(ratio, 1.0),
         rank=account.ranks[0] if len(account.ranks) == 1 else account.slowest_rank,
-        code_lines=(*((line,) if line else ()), *said.code_lines),
+        code_lines=(line, *said.code_lines) if line else said.code_lines,
     )
-
-
-def _severity(ledger: Ledger, account: Account, inputs: RuleInputs) -> Severity:
-    if not ledger.is_problem(account) or inputs.is_short:
-        return "info"
-    return "critical" if account.gain_low_ns >= CRITICAL_RATIO * ledger.mean_ns else "warning"
 
 
 def uneven_notes(ledger: Ledger | None) -> Iterator[str]:
@@ -448,19 +418,12 @@ def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float
     if own <= model or inputs.uses_gpu:
         return
     ratio, every = own / ledger.mean_ns, inputs.settings.values()
-    optimizers = [each for of in every for each in of.optimizers]
-    updates = ""
-    if (
-        optimizers
-        and all(each.name in _UPDATE_ALL for each in optimizers)
-        and any(has_layers(each, ("Embedding",)) for each in every)
-    ):
-        updates = (
-            ": it updates all parameters, used or not (sparse=True with SparseAdam leaves out what "
-            "a large embedding did not use)"
-        )
+    names = {each.name for of in every for each in of.optimizers}
     text = f"the optimizer takes {ratio_text(ratio)} of the step, more than forward and backward"
-    yield ratio, text + updates
+    if names and names <= _UPDATE_ALL and any(has_layers(each, ("Embedding",)) for each in every):
+        text += ": it updates all parameters, used or not (sparse=True with SparseAdam leaves out "
+        text += "what a large embedding did not use)"
+    yield ratio, text
 
 
 def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
@@ -469,16 +432,15 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     if largest is None:
         return
     place = place_text(largest.at.file, largest.at.line, largest.at.function)
-    beside = ", with its part of backward" if largest.has_backward else ""
+    beside = ", with its part of backward" * largest.has_backward
     ratio = largest.ns / found.ledger.mean_ns
     what, do = _OF_LOOPS[largest.kind]
-    kind, much = "small operators of a loop", "some of that, haiprof --explain says how much"
+    kind, much = "small operators", "some of that, haiprof --explain says how much"
     if largest.called is not None:
-        kind = "operators of a loop"
-        count, each_ns = largest.called
+        kind, (count, each_ns) = "operators", largest.called
         each = f"{count:,.0f} operators of {duration_text(each_ns)} each"
         much = f"some of that (its forward has {each}, as traced)"
-    text = f"about {ratio_text(ratio)} of the step is {kind} {what} ({place}{beside})"
+    text = f"about {ratio_text(ratio)} of the step is {kind} of a loop {what} ({place}{beside})"
     yield ratio, f"{text}: {do} saves {much}"
 
 
@@ -506,20 +468,18 @@ def _own_line(found: RunLedger) -> Iterator[tuple[float, str]]:
 
 def _own_backward(found: RunLedger) -> Iterator[tuple[float, str]]:
     """What a backward that the job has written itself takes, as part of the model."""
-    own = dict[tuple[str, str], list[Account]]()
+    own = dict[tuple[str, str | None], list[Account]]()
     for each in found.ledger.accounts:
-        written = each.needed and each.position == "backward" and each.file is not None
-        if written and (each.function or "").rpartition(".")[2] == "backward":
-            own.setdefault((each.file or "", each.function or ""), []).append(each)
-    spent = {key: sum(each.ns_per_step for each in parts) for key, parts in own.items()}
-    if not spent:
-        return
-    most = max(spent, key=lambda key: spent[key])
-    largest = max(own[most], key=lambda each: each.ns_per_step)
-    inside = f" in {largest.callees[0]}" if largest.callees else ""
-    ratio = spent[most] / found.ledger.mean_ns
-    text = f"{ratio_text(ratio)} of the step is a backward of your own"
-    yield ratio, f"{text} ({largest.code_place}{inside})"
+        is_written = (each.function or "").rpartition(".")[2] == "backward"
+        if is_written and each.needed and each.position == "backward" and each.file is not None:
+            own.setdefault((each.file, each.function), []).append(each)
+    parts = max(own.values(), key=lambda of: sum(each.ns_per_step for each in of), default=[])
+    if parts:
+        largest = max(parts, key=lambda each: each.ns_per_step)
+        inside = f" in {largest.callees[0]}" if largest.callees else ""
+        ratio = sum(each.ns_per_step for each in parts) / found.ledger.mean_ns
+        text = f"{ratio_text(ratio)} of the step is a backward of your own"
+        yield ratio, f"{text} ({largest.code_place}{inside})"
 
 
 def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
@@ -603,12 +563,12 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") 
         return f"{_NOTHING}: no step was evaluated"
     mean = max(ledger.mean_ns, 1.0)
     if ledger.device_idle_ns is None:
-        own = [a for a in ledger.accounts if a.needed and a.activity not in _BETWEEN_RANKS]
-        own_ns = sum(account.ns_per_step for account in own)
+        own_ns = sum(account.ns_per_step for account in ledger.accounts
+                     if account.needed and account.activity not in _BETWEEN_RANKS)  # fmt: skip
         share = ratio_text((own_ns + ledger.residual_ns) / mean)
-        what = "is the model's own work"
-        if own_ns < ledger.residual_ns:
-            what = "passes in the model, whose code was not sampled"
+        is_seen = own_ns >= ledger.residual_ns
+        what = "passes in the model, whose code was not sampled"
+        what = "is the model's own work" if is_seen else what
         text = f"{_NOTHING}: {share} of the step {what}{inside}"
         for activity, does in _BETWEEN_RANKS.items():
             spent_ns = sum(a.ns_per_step for a in ledger.accounts if a.activity == activity)
@@ -628,9 +588,7 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") 
     varies = most.gain_low_ns < PROBLEM_RATIO * mean
     if most.gain_ns >= CRITICAL_RATIO * mean and (few or varies):
         at = f" ({most.code_place})" if most.code_place else ""
-        why = f"too little was recorded to be sure ({ledger.count:,} steps)"
-        if not few:
-            why = "not certain"
+        why = f"too little was recorded to be sure ({ledger.count:,} steps)" * few or "not certain"
         takes = f"{most.in_words}{at} takes {share} ({low} to {high}) of the step"
         return f"{why}: {takes}{most.paid_aside}"
     if most.gain_ns >= PROBLEM_RATIO * mean and not ledger.is_problem(most):
@@ -665,10 +623,9 @@ def _events(pauses: pl.DataFrame, folded: Sequence[tuple[int, int, int]]) -> dic
     """Collector pauses and checkpoint saves, where there were any."""
     # `folded`, of other collector pauses: how many, their sum and the longest.
     found = {}
-    for phase in (GC_PHASE, SAVE_PHASE):
-        own = pauses.filter(pl.col("phase") == phase)["duration_ns"]
-        parts = [(len(own), int(own.sum()), integer(own.max()) or 0)]
-        parts += folded if phase == GC_PHASE else ()
+    for phase, more in ((GC_PHASE, folded), (SAVE_PHASE, ())):
+        own = pauses.filter(phase=phase)["duration_ns"]
+        parts = ((len(own), int(own.sum()), integer(own.max()) or 0), *more)
         counts, sums, longest = zip(*parts, strict=True)
         if any(counts):
             found[phase] = Events(count=sum(counts), total_ns=sum(sums), longest_ns=max(longest))

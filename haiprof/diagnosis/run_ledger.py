@@ -128,10 +128,9 @@ class RunLedger:
         In each step it has its share of the exact time of its positions.
         """
         parts = self.time.series_of(self.table, self.rows[account])
-        of = self.ledger.accounts[account].ranks
-        found: Floats = (
-            parts[self.time.ranks.index(of[0])] if of else parts.mean(axis=0, dtype=np.float64)
-        )
+        if of := self.ledger.accounts[account].ranks:
+            parts = parts[[self.time.ranks.index(of[0])]]
+        found: Floats = parts.mean(axis=0, dtype=np.float64)
         return found
 
     def of_samples(self) -> tuple[Ints, Floats]:
@@ -143,13 +142,12 @@ class RunLedger:
         position, ns = np.full(len(self.samples.stack), -1), np.zeros(len(self.samples.stack))
         seen = table.sample >= 0
         position[table.sample[seen]] = table.position[seen]
-        lineless = lacks_line(table)
-        each = self.time.average(self.time.period_ns)
-        means = dict(zip(self.time.ranks, each.tolist(), strict=True))
+        chosen = seen & ~lacks_line(table)
+        means = dict(zip(self.time.ranks, self.time.average(self.time.period_ns), strict=True))
         for rank in np.unique(table.rank).tolist():
             own = table.rank == rank
+            rows = own & chosen
             scale = means[rank] / max(float(table.ns[own].sum()), 1.0)
-            rows = own & seen & ~lineless
             np.add.at(ns, table.sample[rows], scale * table.ns[rows])
         return position, ns
 
@@ -157,12 +155,9 @@ class RunLedger:
         """By rank, the one with the longest mean step first: its mean step by position."""
         means = self.time.totals_ns.sum(axis=1) / self.time.count.sum()
         order = np.argsort(-means.sum(axis=1), kind="stable").tolist()
-        return {
-            self.time.ranks[row]: {
-                name: ns for name, ns in zip(POSITIONS, means[row].tolist(), strict=True) if ns
-            }
-            for row in order
-        }
+        named = [{name: ns for name, ns in zip(POSITIONS, own, strict=True) if ns}
+                 for own in means.tolist()]  # fmt: skip
+        return {self.time.ranks[row]: named[row] for row in order}
 
 
 def run_ledger(
@@ -180,15 +175,13 @@ def run_ledger(
     groups = analyzer.arrivals()
     # A group is known in parts alone where it spans hosts whose clocks are not known to each other.
     is_whole = len({(group.group, group.group_name) for group in groups}) == len(groups)
-    peers = None
+    peers, tails = None, dict[int, float | None]()
     if groups:
         peers = peer_waits(
             groups if is_whole else [], analyzer.step_starts(steps),
             lambda rank: analyzer.step_positions(rank)[:2],
         )  # fmt: skip
-    tails = (
-        {} if (peers and peers.ns) or not groups else {r: analyzer.backward_tail(r) for r in steps}
-    )
+        tails = {} if peers.ns else {rank: analyzer.backward_tail(rank) for rank in steps}
     known = {rank: share for rank, share in tails.items() if share is not None}
     saves = find_saves(analyzer, steps, inputs.hosts)
     time = job_time(
@@ -207,12 +200,11 @@ def run_ledger(
     table = mark_needed(table.take(sampled) if sampled.any() else table)
     lines = inputs.traces.lines
     table, loops = find_loops(table, samples, time, lines)
-    found = [
-        replace(each, at=_asked_collections(inputs) or _collecting_place(samples, parts))
-        if each.activity == COLLECTION
-        else each
-        for each in find_opportunities(table, loops.found)
-    ]
+    found = find_opportunities(table, loops.found)
+    for place, each in enumerate(found):
+        if each.activity == COLLECTION:
+            at = _asked_collections(inputs) or _collecting_place(samples, parts)
+            found[place] = replace(each, at=at)
     found = join_restarts(table, found) if restarts_workers(inputs) else found
     table, found = join_worker_cores(table, found, _workers_share(inputs, time.slowest))
     found += loops.found
@@ -220,8 +212,7 @@ def run_ledger(
     if saves is not None:
         table, beside, slowed = split_saves(table, time, saves)
         found += [beside] if beside else []
-    alone = _alone(table, time, found)
-    left, by_position, goes = _subtract_found(table, time, found, alone)
+    left, by_position, goes = _subtract_found(table, time, found)
     late = find_stragglers(time, left, by_position)
     if late is not None:
         if all(find_larger_inputs(inputs, rank) for rank in late.ranks):
@@ -230,10 +221,8 @@ def run_ledger(
         found += more
         time = replace(time, like=dict.fromkeys(late.ranks, time.slowest))
     elif time.waits_for_all and _inputs_differ(inputs.input_sizes, left):
-        found = [
-            replace(each, key="data_imbalance") if each.activity == PEER_WAIT else each
-            for each in found
-        ]
+        found = [replace(each, key="data_imbalance" if each.activity == PEER_WAIT else each.key)
+                 for each in found]  # fmt: skip
     if lines is not None:
         table = give_lines(table, loops)
     for fact in facts:
@@ -267,17 +256,18 @@ def _missing(analyzer: RunFrames, table: TimeTable) -> tuple[str, ...]:
     if _sample_count(table):
         return ()
     failed = [line for rank in analyzer.files.ranks for line in rank.of_type("stacks_failed")]
-    why = [text(line.get("reason")) for line in failed[:1]]
-    return (next(filter(None, why), "no stack was sampled in the evaluated steps"),)
+    why = text(failed[0].get("reason")) if failed else None
+    return (why or "no stack was sampled in the evaluated steps",)
 
 
 def _asked_collections(inputs: RuleInputs) -> CodePlace | None:
     """The line that calls gc.collect(), where most of all collections' time is its doing."""
-    pauses = inputs.pauses.filter(pl.col("phase") == GC_PHASE)["duration_ns"].sum()
+    pauses = inputs.pauses.filter(phase=GC_PHASE)["duration_ns"].sum()
     looks = [settings.looks for settings in inputs.settings.values()]
-    most = max(looks, key=lambda look: look.collect_ns or 0, default=None)
-    asked = sum(look.collect_ns or 0 for look in looks) > pauses / 2
-    if most is None or not asked or most.collect_file is None or most.collect_line is None:
+    if sum(look.collect_ns or 0 for look in looks) <= pauses / 2:
+        return None
+    most = max(looks, key=lambda look: look.collect_ns or 0)
+    if most.collect_file is None or most.collect_line is None:
         return None
     return CodePlace(
         file=most.collect_file, line=most.collect_line,
@@ -288,10 +278,9 @@ def _asked_collections(inputs: RuleInputs) -> CodePlace | None:
 def _collecting_place(samples: CodeSamples, parts: Sequence[RankSamples]) -> CodePlace | None:
     """The line at which most collections stop training: what allocates there brings them about."""
     stacks = [np.empty(0, dtype=np.int64)]
+    free = (samples.worker < 0) & (samples.position < 0)
     for rank in parts:
-        at = np.flatnonzero(
-            (samples.rank == rank.rank) & (samples.worker < 0) & (samples.position < 0)
-        )
+        at = np.flatnonzero(free & (samples.rank == rank.rank))
         place = rank.positions.at(samples.time_ns[at] - rank.wall_offset_ns)
         collects = (place >= 0) & np.append(rank.positions.collecting, False)[place]
         stacks.append(samples.stack[at[collects]])
@@ -307,9 +296,8 @@ def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:
     found = {}
     for rank, own in inputs.by_rank.items():
         bound = own["idle_device_ns"].cast(pl.Float64).fill_null(np.nan).to_numpy()
-        blocks = inputs.blocks.get(rank)
-        if blocks is not None:
-            bound = np.append(blocks.idle_ns, bound)
+        if rank in inputs.blocks:
+            bound = np.append(inputs.blocks[rank].idle_ns, bound)
         found[rank] = DeviceUse(step=_judged_numbers(inputs, rank), bound_ns=bound,
                                 busy_ratio=inputs.gpu_use.get(rank))  # fmt: skip
     return found
@@ -328,8 +316,8 @@ def _keep_needed_link(
     # exchange that takes no longer than it may on a good link is needed as a whole; of a longer one
     # what it usually takes there is needed. What is called outside the phases exchanges none.
     count = len(time.ranks)
-    gradient_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
-    bytes_ns = 2 * (count - 1) / count * gradient_bytes / LINK_BYTES_PER_S * NS_PER_S
+    most_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
+    bytes_ns = 2 * (count - 1) / count * most_bytes / LINK_BYTES_PER_S * NS_PER_S
     most_ns, usual_ns = (bytes_ns + latency for latency in (LINK_LATENCY_NS, LINK_USUAL_NS))
     has_phases = np.isin(table.position, MODEL_POSITIONS).any()
     kept = []
@@ -346,33 +334,24 @@ def _keep_needed_link(
     return table, kept
 
 
-def _alone(table: TimeTable, time: JobTime, found: Sequence[Opportunity]) -> list[int | None]:
-    """Per opportunity: the one rank of several that has it; None where several have it."""
-    ranks = []
-    for each in found:
-        parts = time.series_of(table, each.rows).sum(axis=1)
-        has_it = len(time.ranks) > 1 and parts.max() >= _ONE_RANK * max(float(parts.sum()), 1.0)
-        ranks.append(time.ranks[int(parts.argmax())] if has_it else None)
-    return ranks
-
-
 def _subtract_found(
-    table: TimeTable, time: JobTime, found: Sequence[Opportunity], alone: Sequence[int | None]
+    table: TimeTable, time: JobTime, found: Sequence[Opportunity]
 ) -> tuple[Singles, Floats, list[Bools]]:
     """What is left of the ranks' own time, [rank, covered step], without what was found.
 
     And the mean of what goes, [rank, position]; per opportunity, of each rank whether all goes.
     """
-    # What several ranks have goes whole, where a rank has no more than twice of what the middle one
-    # has; else as much as that one has: what it has beyond that is lost to all.
+    # What one rank alone has goes; what several have goes whole, where a rank has no more than
+    # twice of what the middle one has; else as much as that one has: what it has beyond that is
+    # lost to all.
     total = np.zeros(time.period_ns.shape, dtype=np.float32)
     by_position = np.zeros((len(time.ranks), len(POSITIONS)))
     goes = []
-    for each, rank in zip(found, alone, strict=True):
+    for each in found:
         parts = time.series_of(table, each.rows)
-        means = time.average(parts)
-        whole = means <= 2 * lower_median(means.tolist())
-        goes.append(np.ones(len(means), np.bool_) if rank is not None else whole)
+        means, of_rank = time.average(parts), parts.sum(axis=1)
+        is_alone = len(means) > 1 and of_rank.max() >= _ONE_RANK * max(float(of_rank.sum()), 1.0)
+        goes.append((means <= 2 * lower_median(means.tolist())) | is_alone)
         if each.activity == PEER_WAIT:  # own time is without it
             continue
         if not goes[-1].all():
@@ -460,15 +439,9 @@ def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
     # Sizes are looked at once a second, and so seldom on two ranks at the same step: whether a step
     # is a large one for all of them is seen by the correlation of their work over the steps.
     known = sizes.filter(pl.col("number_count") > 0).group_by("rank", "root")
-    ratio = (
-        known.agg(
-            count=pl.len(),
-            ratio=pl.col("number_count").quantile(0.75) / pl.col("number_count").quantile(0.25),
-        )
-        .filter(pl.col("count") >= SIZES_MIN_COUNT)["ratio"]
-        .max()
-    )
-    varied = own_ns[own_ns.std(axis=1) > 0]
+    low, high = (pl.col("number_count").quantile(each) for each in (0.25, 0.75))
+    ratios = known.agg(pl.len(), ratio=high / low).filter(pl.col("len") >= SIZES_MIN_COUNT)
+    ratio, varied = ratios["ratio"].max(), own_ns[own_ns.std(axis=1) > 0]
     if not isinstance(ratio, float) or ratio < LIKE_RATIO or len(varied) < 2:
         return False
     alike = np.corrcoef(varied)[np.triu_indices(len(varied), k=1)]
@@ -478,12 +451,8 @@ def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
 def _rank_samples(
     inputs: RuleInputs, rank: int, own: Cells, time: JobTime, saves: Saves | None
 ) -> RankSamples:
-    analyzer = inputs.analyzer
-    row = time.ranks.index(rank)
-    part = time.count[time.covered]
-    waits, whole = (
-        (ns[row, time.covered] * part).sum() for ns in (time.peer_ns, time.period_ns)
-    )  # fmt: skip
+    analyzer, row, part = inputs.analyzer, time.ranks.index(rank), time.count[time.covered]
+    waits, whole = ((ns[row, time.covered] * part).sum() for ns in (time.peer_ns, time.period_ns))
     positions, offset, busy = analyzer.step_positions(rank)
     plain, collected = analyzer.position_times(rank)
     return RankSamples(
@@ -508,9 +477,8 @@ def _free_ratio(inputs: RuleInputs, rank: int) -> float | None:
     # None where they are not fewer, or nobody counted. While all wait for a slow link none of them
     # uses a core; what they exchange over their node's memory takes cores, for which they wait.
     group, cores = shared_cores(inputs, rank)
-    busy = [inputs.busy_cores.get(placed.rank) for placed in group]
-    known = [each for each in busy if each is not None]
-    if len(group) <= cores or len(known) < len(busy):
+    known = [inputs.busy_cores[one.rank] for one in group if one.rank in inputs.busy_cores]
+    if len(group) <= cores or len(known) < len(group):
         return None
     others = used_by_others(inputs, inputs.hosts.get(rank)) or 0.0
     return max(1.0 - (sum(known) + others) / cores, 0.0)
@@ -588,46 +556,43 @@ class _Accounts:
             group = parts[of_rank >= _ELSEWHERE_RATIO * of_rank.max()]
             most = float(time.average(group.mean(axis=0, dtype=np.float64)))
             gains, gain = gains * min(most / gain, 1.0), min(most, gain)
-        low, high = (
-            self._interval(found.rows, gains, gain, found.spread) if gain > 0 else (0.0, 0.0)
-        )
-        low = max(low - found.unsure_ns, 0.0)
+        low = high = 0.0
+        if gain > 0:
+            low, high = self._interval(found.rows, gains, gain, found.spread)
         if time.is_idle_bound and found.activity != PEER_WAIT:
             low = 0.0
         main = found.rows[table.position[found.rows] == found.position]
         paid = parts if len(main) == len(found.rows) else time.series_of(table, main)
         share = parts.sum(axis=1) / max(float(parts.sum()), 1.0)
         alone = len(time.ranks) > 1 and float(share.max()) >= _ONE_RANK
-        slowest = int(share.argmax())
-        ranks = (time.ranks[slowest],) if alone else ()
+        slowest = time.ranks[int(share.argmax())]
+        ranks = (slowest,) if alone else ()
         is_uneven = float(share.max()) >= _SLOWEST_RATIO * float(share.mean())
-        ns = np.bincount(table.position[found.rows], table.ns[found.rows], len(POSITIONS))
+        own_ns = table.ns[found.rows]
+        ns = np.bincount(table.position[found.rows], own_ns, len(POSITIONS))
         large = np.flatnonzero(ns >= _ELSEWHERE_RATIO * max(float(ns.sum()), 1.0)).tolist()
-        at = found.at
-        held: dict[str, float] = {}
-        names = self.table.take(found.rows).package
-        for name, part in zip(names, self.table.ns[found.rows].tolist(), strict=True):
-            if name is not None:
-                held[name] = held.get(name, 0.0) + part
+        held = dict[str | None, float]()
+        for name, part in zip(table.take(found.rows).package, own_ns.tolist(), strict=True):
+            held[name] = held.get(name, 0.0) + part
+        held.pop(None, None)
+        both = (
+            (paid.max(axis=0), parts.max(axis=0))
+            if alone
+            else (paid.mean(axis=0, dtype=np.float64), mean)
+        )
         return Account(
             ranks=self.late.ranks if found.key == "ranks_uneven" and self.late else ranks,
-            slowest_rank=time.ranks[slowest] if is_uneven else None,
+            slowest_rank=slowest if is_uneven else None,
             position=POSITIONS[found.position],
             activity=ACTIVITIES[found.activity],
-            package=max(held, key=lambda name: (held[name], name), default=None),
+            package=max(held, key=lambda name: (held[name], name or ""), default=None),
             gain_ns=gain,
-            gain_low_ns=min(low, gain),
+            gain_low_ns=min(max(low - found.unsure_ns, 0.0), gain),
             gain_high_ns=max(high, gain),
-            when=found.when
-            or time.when(
-                table,
-                main,
-                paid.max(axis=0) if alone else paid.mean(axis=0, dtype=np.float64),
-                parts.max(axis=0) if alone else mean,
-            ),
+            when=found.when or time.when(table, main, *both),
             explanation=found.key,
             elsewhere=tuple(POSITIONS[place] for place in large if place != found.position),
-            callers=tuple(place_text(*caller) for caller in at.callers) if at else (),
+            callers=tuple(place_text(*each) for each in found.at.callers) if found.at else (),
             **self._measure(found.rows, mean, found.spread),
             **self._line_of(found),
         )
@@ -642,8 +607,8 @@ class _Accounts:
         unseen = self.time.mean_of(table, rows[~sampled])
         rows = rows[sampled]
         frame = tree.line_places()[innermost_stack(tree)][table.stack[rows]]
-        names = sorted(set(table.packages))
-        package = np.array([*(names.index(name) for name in table.packages), -1])
+        names, package = np.unique([*table.packages, ""], return_inverse=True)
+        package[-1] = -1
         keys = np.stack([
             table.position[rows], table.activity[rows], package[tree.place[table.stack[rows]]],
             functions_of(tree)[1][frame], table.needed[rows],
@@ -656,31 +621,26 @@ class _Accounts:
         for number in range(int(group.max(initial=-1)) + 1):
             inside = np.flatnonzero(group == number)
             own, key = rows[inside], keys[:, inside[0]]
-            mean = np.array([self.time.mean_of(table, own)])
-            at = {}
+            mean, at, when = np.array([self.time.mean_of(table, own)]), {}, NOT_KNOWN
             if key[3] >= 0:
                 seen = frame[inside] >= 0
                 most = np.bincount(frame[inside][seen], table.ns[own[seen]]).argmax()
                 at = self._describe_line(own, *tree.frames[int(most)][:3])
+                if key[4] and mean[0] >= PROBLEM_RATIO * self.time.mean_ns:
+                    series = self.time.series_of(table, own).mean(axis=0, dtype=np.float64)
+                    when = self.time.when(table, own, series, series)
             account = Account(
                 ranks=(),
                 position=POSITIONS[key[0]],
                 activity=ACTIVITIES[key[1]],
-                package=names[key[2]] if key[2] >= 0 else None,
+                package=str(names[key[2]]) if key[2] >= 0 else None,
                 needed=bool(key[4]),
-                when=self._when(own, mean) if key[4] and key[3] >= 0 else NOT_KNOWN,
+                when=when,
                 **self._measure(own, mean),
                 **at,
             )
             found.append((account, own))
         return sorted(found, key=lambda one: -one[0].ns_per_step), unseen
-
-    def _when(self, rows: Ints, mean: Floats) -> str:
-        """When the model's own work is done, where it is a large part of the step."""
-        if float(mean[0]) < PROBLEM_RATIO * self.time.mean_ns:
-            return NOT_KNOWN
-        series = self.time.series_of(self.table, rows).mean(axis=0, dtype=np.float64)
-        return self.time.when(self.table, rows, series, series)
 
     def _measure(
         self, rows: Ints, series: Floats, spread: tuple[float, float] | None = None
@@ -710,8 +670,8 @@ class _Accounts:
         # The expression is None where it was not recorded.
         table, tree = self.table, self.table.tree
         frame, ns = self.code[table.stack[rows]], table.ns[rows]
-        seen = {at: tree.frames[at] for at in np.unique(frame[frame >= 0]).tolist()}
-        of_line = {at: own.expression for at, own in seen.items() if own[:2] == (file, line)}
+        of_line = {at: tree.frames[at].expression for at in np.unique(frame[frame >= 0]).tolist()
+                   if tree.frames[at][:2] == (file, line)}  # fmt: skip
         time = dict.fromkeys(of_line.values(), 0.0)
         for at, name in of_line.items():
             time[name] += float(ns[frame == at].sum())
@@ -730,10 +690,8 @@ class _Accounts:
     ) -> AccountPart | None:
         """The line that takes most of some rows beside the frames that they are named by."""
         left = (frame >= 0) & ~np.isin(frame, named)
-        if not left.any():
-            return None
-        most = int(np.bincount(frame[left], ns[left]).argmax())
-        own = frame == most
+        most = int(np.bincount(frame[left], ns[left], 1).argmax())
+        own = left & (frame == most)
         ratio = float(ns[own].sum()) / max(float(ns.sum()), 1.0)
         if ratio < _ALSO_RATIO:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -131,16 +131,14 @@ def last_good(side: ComparedRun) -> Baseline:
     """The newest run before this one that is fit for comparison.
 
     It lies in the same log directory, has the same name and as many ranks, ended with exit status
-    0, has steps enough, and was not itself found slower: `haiprof compare --baseline last-good`
-    notes that in `report/compare.json` of the run that it judged.
+    0, has steps enough, and was not itself found slower (`note_outcome`).
     """
     manifest = side.analyzer.manifest()
     against: list[str] = []
     for folder, earlier in _earlier_runs(side):
         if earlier.name != manifest.name:
             continue
-        candidate = _readable(open_compared_run, folder)
-        why_not = _why_not(earlier, candidate, side)
+        candidate, why_not = _open_good(folder, earlier, side)
         if candidate is not None and not why_not:
             good = f"the newest earlier run of {manifest.name!r} that ended well"
             why = f"{good} and was not found slower{_several('; passed over: ', against)}"
@@ -171,13 +169,12 @@ def median_run(side: ComparedRun) -> Baseline:
     if not found:
         raise _nothing_earlier(side, "no earlier run of this job that ended well", against)
     order = sorted(found, key=lambda run: run.step_ns)
-    chosen = order[(len(order) - 1) // 2]
     runs = "1 earlier run" if len(order) == 1 else f"{len(order)} earlier runs"
     range_text = " to ".join(dict.fromkeys(duration_text(order[at].step_ns) for at in (0, -1)))
     own_ns = side.ledger.ledger.mean_ns if side.ledger else 0.0
     below = sum(run.step_ns < own_ns for run in order)
     return Baseline(
-        side=open_compared_run(Path(chosen.path)),
+        side=open_compared_run(Path(order[(len(order) - 1) // 2].path)),
         why=f"the median of {runs} of this job (mean steps of {range_text}; this run's "
         f"{duration_text(own_ns)} is longer than in {below}){_several('; passed over: ', against)}",
         of=tuple(found[::-1]),
@@ -212,11 +209,8 @@ def _mean_step(folder: Path, manifest: Manifest, side: ComparedRun) -> tuple[flo
         found = _readable(open_compared_run, folder)
         if found is None or found.ledger is None:
             return None, "cannot be read" if found is None else "has no steps"
-        step_ns, ranks, count = (
-            found.ledger.ledger.mean_ns,
-            len(found.inputs.world),
-            found.step_count,
-        )
+        step_ns = found.ledger.ledger.mean_ns
+        ranks, count = len(found.inputs.world), found.step_count
     why_not = _unlike(ranks, count, side)
     return (None, why_not) if why_not else (step_ns, "")
 
@@ -237,17 +231,19 @@ def _several(before: str, against: list[str], behind: str = "") -> str:
     return f"{before}{'; '.join(against[:_NAMED])}{more}{behind}" if against else ""
 
 
-def _why_not(manifest: Manifest, candidate: ComparedRun | None, side: ComparedRun) -> str:
+def _open_good(
+    folder: Path, manifest: Manifest, side: ComparedRun
+) -> tuple[ComparedRun | None, str]:
+    """An earlier run; or why it is not compared with."""
     if manifest.exit_status != 0:
-        return "did not end with exit status 0"
-    if candidate is None:
-        return "cannot be read"
-    why_not = _unlike(len(candidate.inputs.world), candidate.step_count, side)
-    if why_not:
-        return why_not
-    noted = _readable(read_json, candidate.analyzer.run.comparison_json) or {}
+        return None, "did not end with exit status 0"
+    found = _readable(open_compared_run, folder)
+    if found is None:
+        return None, "cannot be read"
+    noted = _readable(read_json, found.analyzer.run.comparison_json) or {}
     is_slower = mapping(noted.get("verdict")).get("state") == "slower"
-    return "was itself found slower" if is_slower else ""
+    why_not = _unlike(len(found.inputs.world), found.step_count, side)
+    return found, why_not or "was itself found slower" * is_slower
 
 
 def _unlike(ranks: int, steps: int, side: ComparedRun) -> str:
@@ -291,16 +287,12 @@ def differences(before: ComparedRun, after: ComparedRun) -> tuple[Differs, ...]:
     sides = _read_facts(before), _read_facts(after)
     found = []
     for kind, old in sides[0].items():
-        new = sides[1][kind]
-        if old is None or new is None:
+        if old is None or (new := sides[1][kind]) is None:
             continue
-        names = sorted({*old, *new}) if kind in _OPEN else list(old)
-        for name in names:
-            known = kind in _OPEN or None not in (old[name], new[name])
-            if known and old.get(name) != new.get(name):
-                found.append(
-                    Differs(kind=kind, name=name, before=old.get(name), after=new.get(name))
-                )
+        for name in sorted({*old, *new}) if kind in _OPEN else old:
+            ends = old.get(name), new.get(name)
+            if ends[0] != ends[1] and (kind in _OPEN or None not in ends):
+                found.append(Differs(kind=kind, name=name, before=ends[0], after=ends[1]))
     return tuple(found)
 
 
@@ -319,25 +311,21 @@ def _read_facts(side: ComparedRun) -> dict[str, Mapping[str, Any] | None]:
         if name not in ENV_FLIGHT_DUMPS
         and not (name in ENV_FLIGHT_SIZES and value == FLIGHT_ENTRIES)
     }
+    git, script, machine = (mapping(environment.get(n)) for n in ("git", "script", "machine"))
     return {
         "command": {"command": manifest.command if manifest else None},
-        "code": {
-            **{name: mapping(environment.get("git")).get(name) for name in _CODE},
-            "script": mapping(environment.get("script")).get("digest"),
-        },
-        "machine": {
-            **{name: mapping(environment.get("machine")).get(name) for name in _MACHINE},
-            "host": manifest.host if manifest else None,
-        },
+        "code": _pick(git, _CODE) | {"script": script.get("digest")},
+        "machine": _pick(machine, _MACHINE) | {"host": manifest.host if manifest else None},
         "ranks": {"ranks with steps": len(side.inputs.world)},
-        "version": {
-            **{name: report.get(name) for name in _VERSIONS},
-            **{name: line.get(name) for name in _TORCH_VERSIONS},
-        },
+        "version": _pick(report, _VERSIONS) | _pick(line, _TORCH_VERSIONS),
         "package": packages if line else None,
         "variable": variables if line else None,
         "option": {n: options[n] for n in options if n not in _NOT_SPEED} if manifest else None,
     }
+
+
+def _pick(content: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: content.get(name) for name in names}
 
 
 def unknown(before: ComparedRun, after: ComparedRun) -> tuple[str, ...]:
