@@ -16,6 +16,7 @@ from haiprof.diagnosis.thresholds import (
     FAR_MIN_RANKS,
     SAME_COUNT_RATIO,
 )
+from haiprof.run_analysis.run_files import number
 from haiprof.trace_analysis.kernel_names import (
     COMMUNICATION,
     GPU_COMPUTE,
@@ -48,6 +49,7 @@ _FEW_RANKS = 8
 _PACE, _WORK, _USE = "pace_ratio", "work_ratio", "utilization_ratio"
 _RATE, _SPREAD = "bandwidth_bytes_per_s", "bandwidth_std_bytes_per_s"
 _NO_GPU = "no GPU event in any trace: `--trace` records them where the job uses a GPU"
+_NO_COMMUNICATION = "no communication kernel in any trace"
 _NO_SM = (
     "SM activity: Kineto records only estimates from the launch (occupancy, blocks per SM); "
     "`haiprof verdict overview` shows GPM's counters, `--burst` those of Nsight Systems"
@@ -111,12 +113,10 @@ def with_distance(rows: pl.DataFrame, *features: str, **scales: str) -> pl.DataF
     far = counted.with_columns(**mads, **parts).with_columns(distance=pl.sum_horizontal(*parts))
     middle = pl.col("distance").median().over(over)
     mad = (pl.col("distance") - middle).abs().median().over(over)
-    limited = far.with_columns(
-        limit=pl.max_horizontal(middle + FAR_MAD_FACTOR * mad, pl.lit(FAR_MIN_DIFFERENCE_RATIO))
-    )
+    limit = pl.max_horizontal(middle + FAR_MAD_FACTOR * mad, pl.lit(FAR_MIN_DIFFERENCE_RATIO))
     enough = pl.col("rank_count") >= FAR_MIN_RANKS
     is_far = pl.when(enough).then(pl.col("distance") > pl.col("limit"))
-    return limited.with_columns(is_far=is_far).drop(*parts)
+    return far.with_columns(limit=limit).with_columns(is_far=is_far).drop(*parts)
 
 
 def _own_distance(name: str, scale: str, over: list[str]) -> pl.Expr:
@@ -166,8 +166,7 @@ def over_ranks(name: str, patterns: Patterns) -> pl.Expr:
 
 def spread_of(values: pl.Series) -> dict[str, float | None]:
     """`min`, `median`, `max`; None where nothing is known."""
-    known = values.drop_nulls()
-    found = {"min": known.min(), "median": known.median(), "max": known.max()}
+    found = {"min": values.min(), "median": values.median(), "max": values.max()}
     return {n: float(v) if isinstance(v, (int, float)) else None for n, v in found.items()}
 
 
@@ -188,11 +187,9 @@ def too_few_ranks(patterns: Patterns) -> tuple[str, ...]:
 def gpu_compute_report(patterns: Patterns) -> FunctionReport:
     """What the GPUs compute: utilization over the ranks, major kernels, and the rank that is slow.
 
-    Utilization is the share of the window in which a computing kernel ran. `pace_ratio` of a rank
-    is how long its kernels take for one of the ranks' median pace, and `work_ratio` the same if
-    time went by blocks alone: a rank whose kernels have as many more blocks as they take longer has
-    larger inputs, and no slow GPU (`has_more_work`). `excess_ns` of a slow kernel is what the rank
-    would save at the others' pace.
+    Utilization is the share of the window in which a computing kernel ran; a rank whose kernels
+    have as many more blocks as they take longer has larger inputs, and no slow GPU. `excess_ns` of
+    a slow kernel is what the rank would save at the others' pace.
 
     Source: PerfTracker (seed 001), GPU Compute. Its utilization is a hardware counter's.
     """
@@ -224,39 +221,38 @@ def gpu_compute_report(patterns: Patterns) -> FunctionReport:
 def _ranks(patterns: Patterns, functions: pl.DataFrame) -> pl.DataFrame:
     """`is_slow`: its kernels take longer than the others'. `is_odd`: its utilization differs."""
     columns = ("rank", "window_ns", _USE, "sm_efficiency_ratio", "occupancy_ratio", "gpu_name")
-    # `rank`, `pace_ratio`: its kernels at its own pace over the same at the ranks' median pace.
-    #
-    # And `work_ratio`, the same with the pace that the blocks of its launches would make.
+    # `rank`, `pace_ratio`: its kernels at its own pace over the same at the ranks' median pace. And
+    # `work_ratio`, the same with the pace that the blocks of its launches would make.
     usual = pl.col("median_ns").median().over(_FUNCTION)
     blocks = pl.col("median_block_count")
     work = (blocks / blocks.median().over(_FUNCTION)).fill_null(1.0)
     common = pl.len().over(_FUNCTION) > 1
     same = functions.with_columns(usual=usual, work=work).filter(common & _same_work())
     paid, due = pl.col("count") * pl.col("median_ns"), pl.col("count") * pl.col("usual")
-    whole = due.sum()
-    found = patterns.totals.select(*columns, "has_gpu").join(
-        same.group_by("rank").agg(
-            pl.when(whole > 0).then(paid.sum() / whole).alias(_PACE),
-            pl.when(whole > 0).then((due * pl.col("work")).sum() / whole).alias(_WORK),
-        ),
-        on="rank",
-        how="left",
-        maintain_order="left",
+    parts = {_PACE: paid, _WORK: due * pl.col("work")}
+    ratios = {
+        name: pl.when(due.sum() > 0).then(own.sum() / due.sum()) for name, own in parts.items()
+    }
+    found = _beside(
+        patterns.totals.select(*columns, "has_gpu"), same.group_by("rank").agg(**ratios)
     )
     seen = found.filter("has_gpu").with_columns(type=pl.lit(""), name=pl.lit(""))
-    higher = differs(_USE, high=True) | differs(_USE, high=False)
+    other = differs(_USE, high=True) | differs(_USE, high=False)
     for column, flag, off in (
-        (_PACE, "is_slow", differs(_PACE, high=True)), (_USE, "is_odd", higher),
+        (_PACE, "is_slow", differs(_PACE, high=True)), (_USE, "is_odd", other),
     ):  # fmt: skip
         judged = with_distance(seen, column)
-        flags = judged.select("rank", (pl.col("is_far") & off).alias(flag))
-        found = found.join(flags, on="rank", how="left", maintain_order="left")
-    more = pl.col("is_slow") & (pl.col(_WORK) - 1 >= EXPLAINED_RATIO * (pl.col(_PACE) - 1))
-    found = found.with_columns(has_more_work=more.fill_null(value=False)).with_columns(
-        is_slow=pl.col("is_slow") & ~pl.col("has_more_work")
+        found = _beside(found, judged.select("rank", (pl.col("is_far") & off).alias(flag)))
+    slow = pl.col("is_slow")
+    more = (slow & (pl.col(_WORK) - 1 >= EXPLAINED_RATIO * (pl.col(_PACE) - 1))).fill_null(
+        value=False
     )
-    is_slow = pl.col("is_slow").fill_null(value=False)
-    return found.drop("has_gpu").sort(is_slow, "rank", descending=[True, False])
+    found = found.with_columns(has_more_work=more, is_slow=slow & ~more).drop("has_gpu")
+    return found.sort(slow.fill_null(value=False), "rank", descending=[True, False])
+
+
+def _beside(rows: pl.DataFrame, more: pl.DataFrame) -> pl.DataFrame:
+    return rows.join(more, on="rank", how="left", maintain_order="left")
 
 
 def _same_work() -> pl.Expr:
@@ -284,26 +280,22 @@ def _slow_kernels(functions: pl.DataFrame, slow: list[int]) -> pl.DataFrame:
 
 def _compute_lines(ranks: pl.DataFrame, abnormal: pl.DataFrame) -> Iterable[str]:
     for rank, pace, work in ranks.filter("has_more_work").select("rank", _PACE, _WORK).rows():
-        rest = pace / work
-        by_gpu = (
-            f"a block takes {rest:.2f} times as long, as in attention over longer sequences, or on "
-            "a slower GPU: look at its clock, too"
-            if rest > PER_BLOCK_RATIO
-            else "its GPU is not slow by this"
-        )
+        by_gpu = "its GPU is not slow by this"
+        if pace / work > PER_BLOCK_RATIO:
+            by_gpu = f"a block takes {pace / work:.2f} times as long, as in attention over longer "
+            by_gpu += "sequences, or on a slower GPU: look at its clock, too"
         yield (
             f"rank {rank} has more work: its kernels have {work:.2f} times the blocks of the "
             f"others', and take {pace:.2f} times their time. Its inputs are larger (longer "
             f"sequences, more tokens for its experts, a larger batch): balance them; {by_gpu}"
         )
-    slow = ranks.filter(pl.col("is_slow"))
-    for rank, pace in slow.select("rank", _PACE).rows():
+    slow = dict(ranks.filter("is_slow").select("rank", _PACE).rows())
+    for rank, pace in slow.items():
         yield (
             f"rank {rank} computes slowly: its kernels take {pace:.2f} times the others' time. "
             "Look at its GPU's clock, power cap, temperature and neighbours"
         )
-    others = abnormal.filter(~pl.col("rank").is_in(slow["rank"].implode()))
-    for row in others.head(3).to_dicts():
+    for row in abnormal.filter(~pl.col("rank").is_in(list(slow))).head(3).to_dicts():
         plain, geometry = split_geometry(row["name"])
         yield (
             f"rank {row['rank']}: {short_kernel_name(plain)}{geometry} takes "
@@ -320,10 +312,7 @@ def _compute_lines(ranks: pl.DataFrame, abnormal: pl.DataFrame) -> Iterable[str]
 
 
 def memory_report(patterns: Patterns) -> FunctionReport:
-    """Copies and sets on GPUs that computation does not hide.
-
-    An operation of a rank is abnormal where it takes more than 1 % of the window, or is slower than
-    elsewhere: bandwidth or cost are off the other ranks'.
+    """Copies and sets on GPUs that computation does not hide: above 1 %, or slower than elsewhere.
 
     Source: PerfTracker (seed 001), GPU memory operations.
     """
@@ -372,32 +361,33 @@ def _memory_lines(abnormal: pl.DataFrame) -> Iterable[str]:
         )
     long = abnormal.filter(pl.col("why") == LONG).group_by("name", maintain_order=True)
     for (name, *_), rows in long:
-        advice = ""
-        if "Pageable" in str(name):
-            advice = ": pin the memory (pin_memory=True) and copy with non_blocking=True"
-        elif "HtoD" in str(name) or "DtoH" in str(name):
-            advice = ": copy ahead on a stream of its own"
+        advice = next((do for sign, do in _OF_COPIES if sign in str(name)), "")
         yield (
             f"{name} costs {mean_text(rows)} of the time on {ranks_text(sorted_ranks(rows))}, "
             f"hidden by nothing{advice}"
         )
 
 
+_AHEAD = ": copy ahead on a stream of its own"
+_OF_COPIES = (
+    ("Pageable", ": pin the memory (pin_memory=True) and copy with non_blocking=True"),
+    ("HtoD", _AHEAD), ("DtoH", _AHEAD),
+)  # fmt: skip
+
+
 def mean_text(rows: pl.DataFrame) -> str:
     """The mean bottleneck ratio of some rows."""
-    mean = rows[BETA].mean()
-    return ratio_text(mean if isinstance(mean, float) else None)
+    return ratio_text(number(rows[BETA].mean()))
 
 
 def communication_report(patterns: Patterns) -> FunctionReport:
     """Communication by type: how long, how fast, and the rank whose link or arrival differs.
 
-    `normal_rank` of a function is the nearest to all others. A link is abnormal that transfers
-    slower than the others' (slow), and whose pace varies more (unsteady).
+    `normal_rank` of a function is the nearest to all others; bandwidth is nccl-tests' bus bandwidth
+    of the transfer alone. In a ring all ranks are as slow as the slowest link.
 
     Source: PerfTracker (seed 001), Communication; EROICA for what low throughput with a low or a
-    high deviation means. Bandwidth is nccl-tests' bus bandwidth of the transfer alone; its share of
-    the link's peak is not known. In a ring all ranks are as slow as the slowest link.
+    high deviation (slow, unsteady) means.
     """
     functions = patterns.functions.filter(pl.col("kind") == COMMUNICATION)
     judged = with_distance(functions, BETA, _RATE, _SPREAD, **{_SPREAD: _RATE})
@@ -444,15 +434,13 @@ def _link_of(patterns: Patterns) -> tuple[str, str | None]:
 
 
 def _abnormal_links(judged: pl.DataFrame) -> pl.DataFrame:
-    slow = differs(_RATE, high=False).fill_null(value=False)
-    own = pl.col(_SPREAD) / pl.col(_RATE)
+    slow, own = differs(_RATE, high=False), pl.col(_SPREAD) / pl.col(_RATE)
     usual = pl.col(f"{_SPREAD}_median") / pl.col(f"{_RATE}_median")
     unsteady = (own > 2 * usual).fill_null(value=False)
-    why = pl.when(slow & unsteady).then(pl.lit(UNSTEADY)).when(slow).then(pl.lit(SLOW_LINK))
+    why = pl.when(unsteady).then(pl.lit(UNSTEADY)).otherwise(pl.lit(SLOW_LINK))
     return (
-        judged.filter("is_far")
+        judged.filter(pl.col("is_far") & slow)
         .with_columns(why=why)
-        .drop_nulls("why")
         .select(
             "rank", "type", "why", BETA, _RATE, _SPREAD, "wait_ns", "transfer_ns", "name",
             others_bottleneck_ratio=f"{BETA}_median",
@@ -484,9 +472,7 @@ def _communication_gaps(
     patterns: Patterns, functions: pl.DataFrame, why: str | None
 ) -> Iterable[str]:
     if functions.is_empty():
-        yield (
-            "no communication kernel in any trace (collectives on the CPU are among the operators)"
-        )
+        yield f"{_NO_COMMUNICATION} (collectives on the CPU are among the operators)"
         return
     yield from too_few_ranks(patterns)
     for reason in functions["missing"].drop_nulls().unique().sort().to_list():

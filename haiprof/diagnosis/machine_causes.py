@@ -59,32 +59,27 @@ _THROTTLES = {
 
 def starvation(inputs: RuleInputs) -> Finding | None:
     """Why the rank that waits most got no core; None where the counters do not show it."""
-    # A limit comes first: the kernel counts a thread that is stopped at it as waiting. Then ranks
-    # that want more cores than they may use, which would wait without anybody else; then others.
     waits = inputs.core_waits
     rank = min(waits, key=lambda rank: (-waits[rank], rank), default=None)
     return None if rank is None or waits[rank] <= 0 else _starvation_of(inputs, rank)
 
 
 def _starvation_of(inputs: RuleInputs, rank: int) -> Finding | None:
+    # A limit comes first: the kernel counts a thread that is stopped at it as waiting. Then ranks
+    # that want more cores than they may use, which would wait without anybody else; then others.
     return _limit(inputs, rank) or _own_doing(inputs, rank) or _neighbours(inputs, rank)
 
 
 def lost_to_waiting(inputs: RuleInputs) -> float:
     """Of the time in which a training thread could run, how long it had no core, at most."""
     # Its loader's workers lose as much: they run on the same cores.
-    lost = [
-        wait / (wait + inputs.main_cores.get(rank, 0.0))
-        for rank, wait in inputs.core_waits.items()
-        if wait > 0
-    ]
-    return max(lost, default=0.0)
+    waits, main = inputs.core_waits, inputs.main_cores
+    return max((w / (w + main.get(r, 0.0)) for r, w in waits.items() if w > 0), default=0.0)
 
 
 def _limit(inputs: RuleInputs, rank: int) -> Finding | None:
     """The cgroup's limit stopped something in as much of its periods as the rank waited."""
-    host = inputs.hosts.get(rank)
-    node = inputs.node_cpus.get(host) if host is not None else None
+    node = inputs.node_cpus.get(inputs.hosts.get(rank, ""))
     stopped = node.throttled_ratio if node is not None else None
     if node is None or not stopped or stopped < inputs.core_waits[rank]:
         return None
@@ -114,15 +109,14 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     if (wanted <= cores and not too_many) or (others or 0.0) > busy:
         return None
     node = inputs.node_cpus.get(group[0].host)
-    on_node = node.core_count if node is not None else None
-    spare = on_node is not None and on_node > cores
-    shared = len(ranks) > 1
+    on_node = (node.core_count if node is not None else None) or 0
+    spare, shared = on_node > cores, len(ranks) > 1
     of = f" of {on_node}" if spare else ""
     count = "1 core" if cores == 1 else f"{cores} cores"
     loading = sum(inputs.worker_cores(r) or 0.0 for r in ranks if inputs.loader_workers.get(r))
     # Without the workers there is room for the rest, and for what others need of the same cores. A
     # thread waits for no longer than the workers run: most of what is waited may be their doing.
-    rest = wanted - loading + max((others or 0.0) - max((on_node or 0) - cores, 0), 0.0)
+    rest = wanted - loading + max((others or 0.0) - max(on_node - cores, 0), 0.0)
     by_workers = rest <= cores and not too_many and 2 * loading > wanted - busy
     threads = sum(inputs.settings[r].operator_threads or 0 for r in ranks if r in inputs.settings)
     by_threads = shared and threads > max(cores, len(ranks)) and not (spare or by_workers)
@@ -190,20 +184,16 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
 
 def _names_of_others(inputs: RuleInputs, host: str | None) -> str:
     """`: pytest 1.1, node 0.3`: whose cores were seen, the mean over all looks."""
-    looks = [
-        line
-        for node in inputs.analyzer.files.nodes
-        if node.host == host
-        for line in node.of_type("other_processes")
-    ]
-    whole_ns = max(sum(integer(line.get("elapsed_ns")) or 0 for line in looks), 1)
-    used: dict[str, float] = defaultdict(float)
-    for line in looks:
+    used, whole_ns = defaultdict[str, float](float), 0
+    nodes = (node for node in inputs.analyzer.files.nodes if node.host == host)
+    for line in (line for node in nodes for line in node.of_type("other_processes")):
+        elapsed_ns = integer(line.get("elapsed_ns")) or 0
+        whole_ns += elapsed_ns
         for each in objects(line.get("processes")):
-            ns = (number(each.get("cores")) or 0.0) * (integer(line.get("elapsed_ns")) or 0)
-            used[visible(text(each.get("name")) or "?")] += ns
+            name = visible(text(each.get("name")) or "?")
+            used[name] += (number(each.get("cores")) or 0.0) * elapsed_ns
     most = sorted(used, key=lambda name: -used[name])[:_NAMED_PROCESSES]
-    means = [(name, used[name] / whole_ns) for name in most]
+    means = [(name, used[name] / max(whole_ns, 1)) for name in most]
     named = [f"{name} {number_text(cores)}" for name, cores in means if cores >= _NAMED_CORES]
     return f": {', '.join(named)}" if named else ""
 
@@ -217,7 +207,8 @@ def shared_cores(inputs: RuleInputs, rank: int) -> tuple[tuple[Placement, ...], 
 def others_beside(inputs: RuleInputs, ranks: Sequence[int]) -> float | None:
     """Cores that others used on the node of some ranks, the most of several; none named: of all."""
     hosts = inputs.hosts
-    used = [used_by_others(inputs, hosts.get(rank)) for rank in ranks or inputs.world]
+    own = {hosts.get(rank) for rank in ranks or inputs.world}
+    used = [used_by_others(inputs, host) for host in own]
     known = [cores for cores in used if cores is not None]
     return max(known) if known and len(known) == len(used) else None
 
@@ -237,22 +228,19 @@ def used_by_others(inputs: RuleInputs, host: str | None) -> float | None:
 def machine_text(inputs: RuleInputs) -> str | None:
     """What the cores of the job's busiest node did while it trained; None where nothing is known.
 
-    It changes all accounts alike: `2 cores: the job 1.30, others 0.60; ranks could run and had no
-    core 12 % of the time`.
+    `2 cores: the job 1.30, others 0.60; rank 0 was ready to run but had no CPU core 12 % of ...`.
     """
     wait, rank = max(((w, r) for r, w in inputs.core_waits.items()), default=(None, None))
-    hosts = inputs.hosts
+    hosts, parts = inputs.hosts, []
     host = hosts.get(rank) if rank is not None else next(iter(inputs.node_cpus), None)
     others = used_by_others(inputs, host)
-    parts = []
     if host is not None and others is not None:
         used = sum(inputs.busy_cores.get(r, 0.0) for r, h in hosts.items() if h == host)
         cores = inputs.node_cpus[host].core_count
         parts.append(f"{cores} cores: the job {number_text(used)}, others {number_text(others)}")
     if wait is not None:
-        parts.append(
-            f"rank {rank} was ready to run but had no CPU core {ratio_text(wait)} of the time"
-        )
+        waited = f"{ratio_text(wait)} of the time"
+        parts.append(f"rank {rank} was ready to run but had no CPU core {waited}")
     if inputs.stolen:
         parts.append(f"steal {ratio_text(max(inputs.stolen.values()))}")
     return "; ".join(parts) or None
@@ -344,8 +332,8 @@ def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> Finding | N
     if not is_hungry and (longer < most or works_more is None or works_more >= most):
         return None
     why = _starvation_of(inputs, rank)
-    title = f", it waits for a core {ratio_text(wait)} of the time"
     remedy = f"give rank {rank} cores of its own, or run fewer threads and workers in it"
+    title = f", it waits for a core {ratio_text(wait)} of the time"
     own = (f"rank {rank}: waits for a core", wait, "ratio")
     found = make_finding(title, remedy, own, cause="waits_for_cores")
     if why is None:
@@ -388,21 +376,16 @@ _BIND_RANKS = (
 )
 _MISPLACED = {
     "cores": ("run on another NUMA node than their GPU", _BIND_RANKS),
-    "memory": (
-        "have most of their memory on another NUMA node than their cores",
-        f"bind before memory is taken, not afterwards: {_BIND} in front of the command, or "
-        "torchrun --numa-binding=node",
-    ),
-    "unbound": (
-        "are not bound, and have most of their memory on another NUMA node than their GPU",
-        _BIND_RANKS,
-    ),
-    "adapter": (
-        "run on a NUMA node without a network adapter, while another has one",
-        f"bind the ranks to the adapters' node: {_BIND}",
-    ),
-}
+    "memory": ("have most of their memory on another NUMA node than their cores",
+               f"bind before memory is taken, not afterwards: {_BIND} in front of the command, or "
+               "torchrun --numa-binding=node"),
+    "unbound": ("are not bound, and have most of their memory on another NUMA node than their GPU",
+                _BIND_RANKS),
+    "adapter": ("run on a NUMA node without a network adapter, while another has one",
+                f"bind the ranks to the adapters' node: {_BIND}"),
+}  # fmt: skip
 """Ways to be misplaced, the heaviest first."""
+_SINGULAR = (("run ", "runs "), ("have ", "has "), ("are ", "is "), ("their ", "its "))
 
 
 def numa_placement(inputs: RuleInputs) -> Finding | str | None:
@@ -421,10 +404,8 @@ def numa_placement(inputs: RuleInputs) -> Finding | str | None:
         return None
     found = [placement for way, placement in ways if way == worst]
     title, remedy = _MISPLACED[worst]
-    if len(found) == 1:
-        for plural, single in (("run ", "runs "), ("have ", "has "), ("are ", "is "),
-                               ("their ", "its ")):  # fmt: skip
-            title = title.replace(plural, single)
+    for plural, single in _SINGULAR if len(found) == 1 else ():
+        title = title.replace(plural, single)
     return make_finding(
         f"{ranks_text([placement.rank for placement in found])} {title}",
         remedy,

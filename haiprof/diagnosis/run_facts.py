@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, GpuMemorySeries, growth
 from haiprof.run_analysis.process_ends import caught_failures
 from haiprof.run_analysis.ranks import compile_intervals
 from haiprof.run_analysis.reactions import Reaction
-from haiprof.run_analysis.run_files import number
+from haiprof.run_analysis.run_files import integer, number
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.function_patterns import Patterns
@@ -141,20 +142,16 @@ def standstill(inputs: RuleInputs) -> Finding | str | None:
     if not hangs:
         return None
     hang = hangs[-1]
-    suspect = hang.suspects[0]
+    suspect, step = hang.suspects[0], hang.step
     ends = inputs.steps["start_ns"] + inputs.steps["step_ns"]
-    resumed_ns = ends.filter(ends > hang.wall_ns).min()
-    rows: list[tuple[str, float | None, str]] = [
-        ("without a step, when noticed", hang.silent_ns, "ns")
-    ]
-    if hang.step is not None:
-        rows.append(("last step", float(hang.step), "count"))
-    if isinstance(resumed_ns, int):
-        rows.append(("until the next step ended", float(resumed_ns - hang.since_wall_ns), "ns"))
+    resumed_ns = integer(ends.filter(ends > hang.wall_ns).min())
+    until = None if resumed_ns is None else float(resumed_ns - hang.since_wall_ns)
     return make_finding(
         f"the job hung: {_held_up_by(hang)}",
         _to_resume(suspect.reason, suspect.doing, hang.path),
-        *rows,
+        ("without a step, when noticed", hang.silent_ns, "ns"),
+        *([] if step is None else [("last step", float(step), "count")]),
+        *([] if until is None else [("until the next step ended", until, "ns")]),
         severity="warning" if resumed_ns is not None or not suspect.certain else "critical",
         confidence=0.9 if suspect.certain else 0.5,
         missing=() if suspect.certain else ("whether the other ranks waited for this one",),
@@ -217,15 +214,14 @@ def compilation(inputs: RuleInputs) -> Finding | None:
     """torch.compile takes a considerable part of the run's time."""
     # Most of it lies in steps that are not judged, the first ones: the ledger of steps lacks it.
     found = {r: compile_intervals(files) for r, files in inputs.analyzer.judged_files().items()}
-    known = {r: each for r, each in found.items() if len(each.starts)}
-    if not known:
+    rank = max(found, key=lambda each: total(found[each]), default=None)
+    if rank is None or not len(found[rank].starts):
         return None
     wall_time = inputs.analyzer.goodput()
     own_ns = wall_time.accounts.get("compile", 0)
     if not own_ns or own_ns < PROBLEM_RATIO * wall_time.wall_ns:
         return None
-    rank = max(known, key=lambda each: total(known[each]))
-    starts, ends = known[rank].starts, known[rank].ends
+    starts, ends = found[rank].starts, found[rank].ends
     first = inputs.first_steps.filter(pl.col("rank") == rank)
     began_ns = first.select(pl.col("start_ns") + pl.col("step_ns")).max().item()
     later = starts >= (ends.max() if began_ns is None else began_ns)
@@ -312,30 +308,22 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     ]
     if not long:
         return f"fewer than {TREND_MIN_POINTS} samples of memory"
-    found = [
-        (
-            float(values[-1] - values[0]) / max(float(values[0]), 1.0),
-            -rank,
-            (rank, metric, steps, values),
-        )
-        for rank, metric, steps, values in long
-        if _grows(values)
-    ]
-    if not found:
+    grown = [each for each in long if _grows(each[3])]
+    shares = [float(v[-1] - v[0]) / max(float(v[0]), 1.0) for *_, v in grown]
+    if not grown:
         return None
-    share, _, (rank, metric, steps, values) = max(found, key=lambda each: each[:2])
+    most = max(range(len(grown)), key=lambda place: (shares[place], -grown[place][0]))
+    (rank, metric, steps, values), share = grown[most], shares[most]
     per_step = float(np.polyfit(steps, values, 1)[0])
-    deaths = inputs.analyzer.deaths() if metric == _HOST else []
-    ran_out = any(death.final and death.cause == "out_of_memory" for death in deaths)
-    is_ahead = metric == _HOST and not ran_out
-    seen_ns = float(inputs.by_rank[rank]["step_ns"].sum())
-    step_ns = seen_ns / max(inputs.by_rank[rank].height, 1)
-    left_ns, ahead = _limit_ahead(inputs, rank, step_ns) if is_ahead else (None, "")
+    seen_ns, left_ns, ahead = float(inputs.by_rank[rank]["step_ns"].sum()), math.inf, ""
+    ends = [death.cause for death in inputs.analyzer.deaths() if death.final]
+    if metric == _HOST and "out_of_memory" not in ends:
+        step_ns = seen_ns / max(inputs.by_rank[rank].height, 1)
+        left_ns, ahead = _limit_ahead(inputs, rank, step_ns)
     is_sure = seen_ns >= _WARM_NS  # what a job loads at first grows, too
-    ends = is_sure and left_ns is not None and left_ns < min(_ENDS_NS, _CARRIED_ON * seen_ns)
+    is_soon = is_sure and left_ns < min(_SOON_NS, _FAR * seen_ns)
+    is_near = is_sure and left_ns < min(_ENDS_NS, _CARRIED_ON * seen_ns)
     what, remedy = _GROWN[metric]
-    is_soon = is_sure and left_ns is not None and left_ns < min(_SOON_NS, _FAR * seen_ns)
-    until = ("until its limit, at this rate", left_ns, "ns")
     return make_finding(
         f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
         f"{ratio_text(share)} so far" + (f"; {ahead}" if is_soon else ""),
@@ -343,10 +331,10 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
         ("at the beginning", float(values[0]), "bytes"),
         ("at the end", float(values[-1]), "bytes"),
         ("growth per step", per_step, "bytes"),
-        *([until] if left_ns is not None else []),
+        *([("until its limit, at this rate", left_ns, "ns")] if ahead else []),
         ("chance of such a trend at random (Mann-Kendall), below", TREND_P_VALUE, ""),
-        ("memory counters that grow so, of all ranks", float(len(found)), "count"),
-        severity="critical" if ends else "warning" if is_sure else "info",
+        ("memory counters that grow so, of all ranks", float(len(grown)), "count"),
+        severity="critical" if is_near else "warning" if is_sure else "info",
         confidence=0.8,
         rank=rank,
         missing=(_NO_LINE,) if is_sure else (_NO_LINE, "whether it goes on: the run was short"),
@@ -370,13 +358,12 @@ def _grows(values: Floats) -> bool:
     return bool(values[-1] - values[-third - 1] >= CREEP_LAST_RATIO * (values[-1] - values[0]))
 
 
-def _limit_ahead(inputs: RuleInputs, rank: int, step_ns: float) -> tuple[float | None, str]:
-    """When the host memory of a rank's node is used up, if its ranks grow on as they did, in words.
+def _limit_ahead(inputs: RuleInputs, rank: int, step_ns: float) -> tuple[float, str]:
+    """When the host memory of a rank's node is used up, if its ranks grow on as they did.
 
-    `at this rate the 47.0 GiB of its node are used up in 15 min, after about 120 more steps`.
+    `at this rate the 47.0 GiB of its node are used up in 15 min, after about 120 more steps`; empty
+    where it does not grow, or no limit is known: of the tightest control group, else of the node.
     """
-    # The limit is that of the tightest control group, else the node's memory; None: neither is
-    # known.
     hosts = inputs.hosts
     means = inputs.counted.nodes.get(hosts.get(rank, ""), {})
     limits = [m["memory_limit_bytes"] for m in means.values() if m.get("memory_limit_bytes")]
@@ -384,19 +371,17 @@ def _limit_ahead(inputs: RuleInputs, rank: int, step_ns: float) -> tuple[float |
     limits = limits or [means.get(None, {}).get("memory_total_bytes")]
     limit = min((each for each in limits if each), default=None)
     if limit is None:
-        return None, ""
+        return math.inf, ""
     there = [other for other, host in hosts.items() if host == hosts.get(rank)]
     points = inputs.counted.points
     own = points.filter((pl.col("metric") == _HOST) & pl.col("rank").is_in(there)).sort("time_ns")
     first, last = pl.all().first().name.prefix("first_"), pl.all().last()
     ends = own.group_by("rank").agg(first, last)
-    rates = (ends["value"] - ends["first_value"]) / (ends["time_ns"] - ends["first_time_ns"]).clip(
-        lower_bound=1
-    )
-    left, rate = limit - float(ends["value"].sum()), float(rates.sum())
+    apart_ns = (ends["time_ns"] - ends["first_time_ns"]).clip(lower_bound=1)
+    rate = float(((ends["value"] - ends["first_value"]) / apart_ns).sum())
     if rate <= 0:
-        return None, ""
-    left_ns = max(left, 0.0) / rate
+        return math.inf, ""
+    left_ns = max(limit - float(ends["value"].sum()), 0.0) / rate
     steps = int(float(f"{left_ns / max(step_ns, 1.0):.2g}"))
     return left_ns, (
         f"at this rate the {bytes_text(round(limit))} of its {whose} are used up in "
@@ -408,19 +393,17 @@ def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
     """The node has too little memory: tasks wait for it a tenth of the time, or it swaps."""
     nodes = {host: means.get(None, {}) for host, means in inputs.counted.nodes.items()}
     signs = ("pressure_memory_some_ratio", "swap_in_bytes_per_s")
-    judged = {h: n for h, n in nodes.items() if any(n.get(sign) is not None for sign in signs)}
+    judged = [h for h, n in nodes.items() if any(n.get(sign) is not None for sign in signs)]
     if not judged:
         return "neither memory pressure nor swapping was recorded"
-    host = max(judged, key=lambda h: (judged[h].get(signs[0]) or 0.0, h))
-    node = judged[host]
-    pressure, swapped = (node.get(sign) for sign in signs)
-    available, total = node.get("memory_available_bytes"), node.get("memory_total_bytes")
-    free = available / total if available is not None and total else None
+    host = max(judged, key=lambda h: (nodes[h].get(signs[0]) or 0.0, h))
+    names = (*signs, "memory_available_bytes", "memory_total_bytes")
+    pressure, swapped, available, whole = map(nodes[host].get, names)
+    free = available / whole if available is not None and whole else None
     swaps = bool(swapped) and free is not None and free < AVAILABLE_RATIO
     if (pressure or 0.0) < PRESSURE_RATIO and not swaps:
         return None
     faults = inputs.counted.of("major_page_fault_count_per_s")
-    read = sum(faults.values()) if faults else None
     what = f"tasks wait for memory {ratio_text(pressure)} of the time" if not swaps else "it swaps"
     return make_finding(
         f"memory is short on {host}: {what}",
@@ -429,7 +412,11 @@ def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
         ("some task waits for memory", pressure, "ratio"),
         ("memory available", free, "ratio"),
         ("read back from swap", swapped, "bytes/s"),
-        ("page faults from storage, all ranks", read, "count/s"),
+        (
+            "page faults from storage, all ranks",
+            sum(faults.values()) if faults else None,
+            "count/s",
+        ),
         severity="critical" if swaps else "warning",
         confidence=0.85,
         lost_ratio=pressure,
@@ -443,11 +430,9 @@ def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
         rank = max(caught, key=lambda r: (caught[r].count, -r))
         failed = caught[rank]
         sizes = {
-            "asked for": failed.requested_bytes,
-            "allocated": failed.allocated_bytes,
-            "reserved by the allocator": failed.reserved_bytes,
-            "limit": failed.limit_bytes,
-        }
+            "asked for": failed.requested_bytes, "allocated": failed.allocated_bytes,
+            "reserved by the allocator": failed.reserved_bytes, "limit": failed.limit_bytes,
+        }  # fmt: skip
         return make_finding(
             f"rank {rank} ran {failed.text}; it went on",
             failed.remedy,
@@ -487,13 +472,12 @@ def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> F
     steps_left = max(series.limit_bytes - peak, 0.0) / growth
     steps = max(int(series.step[-1] - series.step[0]), 1)
     left_ns = steps_left * float(series.time_ns[-1] - series.time_ns[0]) / steps
-    begins = float(series.allocated_bytes[-1])
     return make_finding(
         f"GPU memory grows by {bytes_text(growth)} per step on rank {rank}: its limit is "
         f"{duration_text(left_ns)} away",
         LEAK_REMEDY,
         ("growth per step", growth, "bytes"),
-        ("allocated where the last step began", begins, "bytes"),
+        ("allocated where the last step began", float(series.allocated_bytes[-1]), "bytes"),
         ("peak so far", peak, "bytes"),
         ("limit", float(series.limit_bytes), "bytes"),
         ("steps until then, at this rate", steps_left, "count"),
@@ -516,8 +500,7 @@ def allocator_retries(inputs: RuleInputs) -> Finding | str | None:
     per_minute = retries / max(elapsed_ns / NS_PER_S / 60, 1e-9)
     return make_finding(
         f"GPU memory is full on rank {rank}: the allocator emptied its cache {retries} times",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation; else a "
-        "smaller "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation; else a smaller "
         "batch, activation checkpointing, or bf16; each retry waits for the GPU and frees memory",
         ("allocations tried again", float(retries), "count"),
         ("the same per minute", per_minute, "count"),
