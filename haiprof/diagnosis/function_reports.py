@@ -48,13 +48,11 @@ _FEWER_LAUNCHES = "; torch.compile, CUDA graphs or fused optimizers launch fewer
 _ADVICE = (
     ("Launch", ": it waits for launches"),
     ("Free", ": memory is freed during training; raise the memory limit or avoid empty_cache()"),
-    (
-        "Malloc",
-        ": memory is allocated during training; the caching allocator should have it already",
-    ),
+    ("Malloc", ": memory is allocated during training; the caching allocator should have it "
+     "already"),
     ("Synchronize", ": the host waits for the GPU; find the .item(), .cpu() or print that does"),
     ("Memcpy", ": synchronous copies; use pinned memory and non_blocking=True"),
-)
+)  # fmt: skip
 _NO_RUNTIME = (
     "no call of the CUDA runtime in any trace: the jobs used no GPU, or it was not profiled "
     "(ProfilerActivity.CUDA)"
@@ -97,18 +95,15 @@ def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
     functions = patterns.functions.filter(pl.col("kind") == kind)
     abnormal = _abnormal_host(functions)
     missing, facts = list(too_few_ranks(patterns)), {"abnormal": sorted_ranks(abnormal)}
-    line: Callable[[str, pl.DataFrame, list[int]], str]
+    line, title, nothing = _python_line, "CUDA runtime", _NO_RUNTIME
     if kind == RUNTIME:
         line = partial(_runtime_line, has_short_kernels=_has_short_kernels(patterns))
-        title, nothing = "CUDA runtime", _NO_RUNTIME
     else:
-        what = "Python functions" if patterns.totals["has_python"].any() else "Operators"
-        line, title, nothing = _python_line, f"{what} by call stack", _NO_PYTHON
+        has_python, nothing = patterns.totals["has_python"], _NO_PYTHON
+        title = f"{'Python functions' if has_python.any() else 'Operators'} by call stack"
         facts["far"] = sorted_ranks(abnormal.filter("is_far"))
-        if not patterns.totals["has_python"].all():
-            missing.append(_NO_STACKS)
-    if functions[BETA].null_count():
-        missing.append(NO_GPU)
+        missing += [] if has_python.all() else [_NO_STACKS]
+    missing += [NO_GPU] if functions[BETA].null_count() else []
     table = by_function(
         functions,
         pl.col("median_ns").median(),
@@ -117,16 +112,13 @@ def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
         order=[-pl.col("share_ratio")],
     )
     first = list(abnormal.group_by("name", maintain_order=True))[:_LINE_LIMIT]
-    return FunctionReport(
-        kind=kind,
-        title=title,
-        tables={ABNORMAL: abnormal, FUNCTIONS: table},
-        facts=facts,
-        meaning=tuple(
-            line(str(name), rows, sorted_ranks(rows.filter("is_far"))) for (name, *_), rows in first
-        ),
-        missing=(nothing,) if functions.is_empty() else tuple(missing),
+    said = (
+        line(str(name), rows, sorted_ranks(rows.filter("is_far"))) for (name, *_), rows in first
     )
+    return FunctionReport(
+        kind=kind, title=title, tables={ABNORMAL: abnormal, FUNCTIONS: table}, facts=facts,
+        meaning=tuple(said), missing=(nothing,) if functions.is_empty() else tuple(missing),
+    )  # fmt: skip
 
 
 def _has_short_kernels(patterns: Patterns) -> bool:
@@ -150,15 +142,12 @@ def _abnormal_host(functions: pl.DataFrame) -> pl.DataFrame:
     return (
         judged.with_columns(is_far=far)
         .filter(pl.col(BETA) > ABNORMAL_RATIO)
-        .select(
-            "rank", "name", BETA, "share_ratio", "count", "median_ns",
-            others_bottleneck_ratio=f"{BETA}_median", is_far="is_far",
+        .sort(
+            pl.col("is_far").any().over("name"), pl.col(BETA).max().over("name"), "name", BETA,
+            "rank", descending=[True, True, False, True, False],
         )
-        .with_columns(
-            odd=pl.col("is_far").any().over("name"), most=pl.col(BETA).max().over("name")
-        )
-        .sort("odd", "most", "name", BETA, "rank", descending=[True, True, False, True, False])
-        .drop("odd", "most")
+        .select("rank", "name", BETA, "share_ratio", "count", "median_ns",
+                others_bottleneck_ratio=f"{BETA}_median", is_far="is_far")
     )  # fmt: skip
 
 
@@ -227,9 +216,8 @@ def hardware_by_function(
 ) -> pl.DataFrame:
     """What the hardware's counters were while functions ran (P1 beside P5 to P8).
 
-    `rank`, and the columns of `function_counters`: a row per function and metric with samples that
-    are at least half the function's. Without `--burst` samples are a second apart, so that most
-    functions have none.
+    `rank`, and the columns of `function_counters`. Without `--burst` samples are a second apart, so
+    that most functions have none.
     """
     counters = run.counters().filter(pl.col("source").is_in(_HARDWARE))
     samples = pl.concat([pl.DataFrame(schema=COUNTER_SCHEMA), counters, bursts_of(run)])

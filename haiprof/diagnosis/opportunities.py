@@ -151,8 +151,7 @@ def mark_needed(table: TimeTable) -> TimeTable:
 
 def _is_recomputed(table: TimeTable) -> Bools:
     """Per row: whether activation checkpointing runs a part of forward again for backward."""
-    files = np.array([*(_CHECKPOINT_FILE in f.file for f in table.tree.frames), False])
-    found: Bools = (table.position == BACKWARD) & table.tree.holds(files)[table.stack]
+    found: Bools = (table.position == BACKWARD) & table.tree.within(_CHECKPOINT_FILE)[table.stack]
     return found & np.isin(table.work, (OPERATORS, PYTHON))
 
 
@@ -243,7 +242,7 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
         free[rows] = False
         return rows
 
-    def take_at(chosen: Bools, key: str, unsure_ns: float = 0.0) -> Iterator[Opportunity]:
+    def take_at(chosen: Bools, key: str | None, unsure_ns: float = 0.0) -> Iterator[Opportunity]:
         """What is one opportunity in whichever lines it is."""
         if len(rows := take(chosen)):
             at = main_place(table.tree, table.stack[rows], table.ns[rows])
@@ -259,9 +258,7 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
         if len(rows := take((table.activity == activity) & lineless))
     ]
     found += take_at(_holds(table, _SAVES), SAVED)
-    if len(rows := take(table.position == COMPILE)):
-        at = main_place(table.tree, table.stack[rows], table.ns[rows])
-        found.append(opportunity(table, rows, at))
+    found += take_at(table.position == COMPILE, None)
     if len(rows := take(_is_recomputed(table))):
         at = _find_checkpointing(table)
         found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
@@ -275,13 +272,14 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
 
 def join_restarts(table: TimeTable, found: Sequence[Opportunity]) -> list[Opportunity]:
     """The same where starting and ending workers is one opportunity with the wait for them."""
-    waits = [each.activity == LOADER_WAIT and each.at is None for each in found]
-    own = [wait or each.key == RESTARTED for wait, each in zip(waits, found, strict=True)]
-    rows = [each.rows for each, is_own in zip(found, own, strict=True) if is_own]
-    kept = [each for each, is_own in zip(found, own, strict=True) if not is_own]
-    if not rows:
-        return kept
-    return [*kept, replace(opportunity(table, np.concatenate(rows), None), activity=LOADER_WAIT)]
+    kept, rows = list[Opportunity](), list[Ints]()
+    for each in found:
+        if each.key == RESTARTED or (each.activity == LOADER_WAIT and each.at is None):
+            rows.append(each.rows)
+        else:
+            kept.append(each)
+    joined = [opportunity(table, np.concatenate(rows), None)] if rows else []
+    return kept + [replace(each, activity=LOADER_WAIT) for each in joined]
 
 
 def join_worker_cores(
@@ -291,10 +289,11 @@ def join_worker_cores(
 
     What makes the batches cheaper leaves these cores to the training thread, too.
     """
-    lineless = [each for each in found if each.at is None]
-    batches = next((each for each in lineless if each.activity == LOADER_WAIT), None)
-    cores = next((each for each in lineless if each.activity == NO_CORE), None)
-    if batches is None or cores is None or not share:
+    batches, cores = (
+        next((each for each in found if each.at is None and each.activity == activity), None)
+        for activity in (LOADER_WAIT, NO_CORE)
+    )
+    if not batches or not cores or not share:
         return table, list(found)
     if table.ns[batches.rows].sum() <= table.ns[cores.rows].sum():
         return table, list(found)
@@ -355,26 +354,21 @@ def code_place(tree: CodeTree, stack: int) -> CodePlace | None:
                 way.append(caller)
     if not way:
         return None
-    file, line, function = way[0]
-    return CodePlace(file=file, line=line, function=function, callers=tuple(way[1:]))
+    (file, line, function), *callers = way
+    return CodePlace(file=file, line=line, function=function, callers=tuple(callers))
 
 
 def _of_code(table: TimeTable, free: Bools) -> Iterator[Opportunity]:
     """Nodes of the call tree; those of one function and position are one."""
-    tree = table.tree
-    _, numbers = functions_of(tree)
-    root = _grow(table, numbers)
-    models = _model_functions(table, numbers)
-    walk = _Walk(table=table, free=free, models=models)
+    numbers = functions_of(table.tree)[1]
+    walk = _Walk(table=table, free=free, models=_model_functions(table, numbers))
     merged: dict[tuple[int, int, int], tuple[list[int], _Line]] = {}
-    for rows, line in walk.nodes(root):
-        position = _main_position(table, rows)
+    for rows, line in walk.nodes(_grow(table, numbers)):
         at = line.frame if walk.is_driver(line.function) else -1
-        key = (line.function.key, at, position)
-        known = merged.setdefault(key, ([], line))
-        known[0].extend(rows)
+        key = (line.function.key, at, _main_position(table, rows))
+        merged.setdefault(key, ([], line))[0].extend(rows)
     for numbered, line in merged.values():
-        yield opportunity(table, np.array(numbered), code_place(tree, line.stack))
+        yield opportunity(table, np.array(numbered), code_place(table.tree, line.stack))
 
 
 def _takes_over(table: TimeTable) -> Bools:
@@ -418,16 +412,12 @@ def _line_of(tree: CodeTree, numbers: Ints, lines: dict[int, _Line], stack: int)
     line = lines[stack]
     for inner in reversed(way):
         frame = int(tree.place[inner])
-        key = int(numbers[frame])
-        is_own = key == line.function.key and is_part_of_function(tree.frames[frame].function)
+        key, own = int(numbers[frame]), tree.frames[frame]
+        is_own = key == line.function.key and is_part_of_function(own.function)
         if not tree.library[frame] and not is_own:  # a comprehension is its line's
-            function = line.calls.get(key)
-            if function is None:
-                function = line.calls[key] = _Function(key=key, outer=line)
-            at = tree.frames[frame].line, tree.frames[frame].statement
-            if at not in function.lines:
-                function.lines[at] = _Line(frame=frame, stack=inner, function=function)
-            line = function.lines[at]
+            function = line.calls.setdefault(key, _Function(key=key, outer=line))
+            new = _Line(frame=frame, stack=inner, function=function)
+            line = function.lines.setdefault((own.line, own.statement), new)
         lines[inner] = line
     return line
 
@@ -471,7 +461,8 @@ class _Walk:
             rows_free = [row for row in function.rows if self.free[row]]
             yield rows_free, self._caller_of_model(function) or self._name(function)
             return
-        evaluated: list[tuple[list[int], _Line]] = []  # by the loop itself, or by a trainer
+        # What the loop itself, or a trainer, does of an evaluation is one opportunity.
+        evaluated, others = list[tuple[list[int], _Line]](), list[tuple[list[int], _Line]]()
         for line in function.lines.values():
             # A line of a loop that holds several positions is one opportunity in each.
             own = np.array(line.own, dtype=np.int64)
@@ -487,16 +478,12 @@ class _Walk:
                 outer = tree.place[tree.parent[next(iter(call.lines.values())).stack]]
                 is_trainers = outer >= 0 and tree.library[outer]
                 for node in found:
-                    if is_trainers and _main_position(self.table, node[0]) == EVALUATION:
-                        evaluated.append(node)
-                    else:
-                        yield node
+                    is_part = is_trainers and _main_position(self.table, node[0]) == EVALUATION
+                    (evaluated if is_part else others).append(node)
             for position in np.unique(self.table.position[own]).tolist():
                 node = own[self.table.position[own] == position].tolist(), line
-                if position == EVALUATION:
-                    evaluated.append(node)
-                else:
-                    yield node
+                (evaluated if position == EVALUATION else others).append(node)
+        yield from others
         if evaluated:
             named = max(evaluated, key=lambda node: self._time(node[0]))[1]
             yield [row for rows, _ in evaluated for row in rows], named
@@ -514,15 +501,14 @@ class _Walk:
     def is_driver(self, function: _Function) -> bool:
         """Whether the training loop passes through it: who runs both model and backward."""
         # Of a model so small that it was never sampled, who takes batches and goes on after them.
-        known = self._drivers.get(id(function))
-        if known is None:
+        if id(function) not in self._drivers:
             rows = np.array(function.rows, dtype=np.int64)
             model = np.unique(self.table.position[rows[self.table.needed[rows]]])
             at = np.unique(self.table.position[rows])
             known = len(np.intersect1d(model, (FORWARD, BACKWARD, OPTIMIZER, INPUT))) > 1
             known |= INPUT in at and len(np.intersect1d(at, _AFTER_INPUT)) > 0
             self._drivers[id(function)] = known
-        return known
+        return self._drivers[id(function)]
 
     def _name(self, function: _Function) -> _Line:
         """Inwards, as long as one line and what it calls hold most of the avoidable time."""
@@ -541,16 +527,13 @@ class _Walk:
         if function.key not in self.models:
             return None
         rows = np.array(function.rows)
-        rows = rows[self.free[rows]]
-        inside = np.isin(self.table.position[rows], MODEL_POSITIONS)
-        is_trained = float(self.table.ns[rows[inside]].sum()) > 0.5 * float(
-            self.table.ns[rows].sum()
-        )
+        inside = rows[np.isin(self.table.position[rows], MODEL_POSITIONS)]
+        is_trained = self._time(inside) > 0.5 * self._time(rows)
         return None if is_trained else function.outer
 
     def _weight(self, line: _Line) -> float:
         return self._time(line.own) + sum(self._time(call.rows) for call in line.calls.values())
 
-    def _time(self, rows: Sequence[int]) -> float:
+    def _time(self, rows: Sequence[int] | Ints) -> float:
         chosen = np.array(rows, dtype=np.int64)
-        return float(self.table.ns[chosen[self.free[chosen]]].sum()) if len(chosen) else 0.0
+        return float(self.table.ns[chosen[self.free[chosen]]].sum())

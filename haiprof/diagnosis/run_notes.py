@@ -63,12 +63,27 @@ _NO_OPTIMIZER = (
 
 def not_measured(inputs: RuleInputs, ledger: Ledger | None) -> tuple[tuple[str, str], ...]:
     """(what, why): phases that are null, code, counters that are missing, processes unseen."""
-    analyzer = inputs.analyzer
-    hooks = [("phases of a process", f"hook: {line}") for line in analyzer.files.hook_failures]
-    code = [("code", why) for why in (ledger.missing if ledger is not None else ())]
-    gaps = [*_phases(inputs), *code, *_device(inputs), *_counters(analyzer), *hooks[:_NAMED]]
-    gaps += _processes(analyzer)
-    return tuple(dict.fromkeys(gaps))
+    return tuple(dict.fromkeys(_gaps(inputs, ledger)))
+
+
+def _gaps(inputs: RuleInputs, ledger: Ledger | None) -> Iterator[tuple[str, str]]:
+    analyzer, steps, ranks = inputs.analyzer, inputs.steps, inputs.ranks
+    notes = [note for notes in ranks["notes"].to_list() for note in notes or []]
+    for phase in PHASES:  # that are null in a rank that has steps, with that rank's own words
+        if inputs.marked_by and phase in ("backward", "optimizer"):
+            continue
+        if steps[f"{phase}_host_ns"].null_count():
+            head = f"{phase}: "
+            why = next((n.removeprefix(head) for n in notes if n.startswith(head)), "not seen")
+            yield phase, why
+    yield from (("code", why) for why in (ledger.missing if ledger is not None else ()))
+    if steps.height and not steps["other_device_ns"].drop_nulls().len():
+        on_cpu = set(ranks["device"].drop_nulls().to_list()) <= {"cpu"}
+        yield "device time", "the ranks used no GPU" if on_cpu else "no complete device times"
+    yield from _counters(analyzer)
+    failures = analyzer.files.hook_failures[:_NAMED]
+    yield from (("phases of a process", f"hook: {line}") for line in failures)
+    yield from _processes(analyzer)
 
 
 def why_no_steps(inputs: RuleInputs) -> str:
@@ -90,27 +105,6 @@ def why_no_steps(inputs: RuleInputs) -> str:
     if inputs.ranks["eval_ns"].sum():
         return "the ranks only evaluated: forward passes without gradients, no optimizer step"
     return _NO_OPTIMIZER
-
-
-def _phases(inputs: RuleInputs) -> Iterable[tuple[str, str]]:
-    """Phases that are null in a rank that has steps, with that rank's own words."""
-    for phase in PHASES:
-        if inputs.marked_by and phase in ("backward", "optimizer"):
-            continue
-        if not inputs.steps.height or not inputs.steps[f"{phase}_host_ns"].null_count():
-            continue
-        prefix = f"{phase}: "
-        notes = [note for notes in inputs.ranks["notes"].to_list() for note in notes or []]
-        why = next((n.removeprefix(prefix) for n in notes if n.startswith(prefix)), "not seen")
-        yield phase, why
-
-
-def _device(inputs: RuleInputs) -> Iterable[tuple[str, str]]:
-    if not inputs.steps.height or inputs.steps["other_device_ns"].drop_nulls().len():
-        return
-    devices = set(inputs.ranks["device"].drop_nulls().to_list())
-    why = "the ranks used no GPU" if devices <= {"cpu"} else "no complete device times"
-    yield "device time", why
 
 
 def _counters(analyzer: RunFrames) -> Iterable[tuple[str, str]]:
@@ -149,23 +143,16 @@ def traced_lines(analyzer: RunFrames, *, since_ns: int | None = None) -> tuple[s
     if since_ns is not None:  # a window that was not recorded has no time
         windows, steps = (each.filter(pl.col("start_ns") >= since_ns) for each in (windows, steps))
     watched = tuple(_slow_step_lines(watched_frame(analyzer.files)))
-    if windows.is_empty():
-        return watched
-    kept = windows.filter(pl.col("path").is_not_null())
+    kept, path = windows.filter(pl.col("path").is_not_null()), shown_path(run.root)
     lines = list(_stored_windows(kept, run))
     lines += _others(windows.filter(pl.col("path").is_null()))
     if len(lines) > _LINE_LIMIT:
         more = len(lines) - _LINE_LIMIT + 1
-        lines[_LINE_LIMIT - 1 :] = [
-            f"and {more} more: haiprof trace query {shown_path(run.root)} --schema"
-        ]
+        lines[_LINE_LIMIT - 1 :] = [f"and {more} more: haiprof trace query {path} --schema"]
     if kept.height:
-        lines.append(_left_out(steps, kept))
-        path = shown_path(run.root)
-        lines.append(
-            f"see them: haiprof trace report {path}, haiprof export --to tensorboard {path}"
-        )
-    return (*watched, *(line for line in lines if line))
+        see = f"see them: haiprof trace report {path}, haiprof export --to tensorboard {path}"
+        lines += [_left_out(steps, kept), see]
+    return (*watched, *filter(None, lines))
 
 
 def _slow_step_lines(frame: pl.DataFrame) -> Iterable[str]:
@@ -174,20 +161,21 @@ def _slow_step_lines(frame: pl.DataFrame) -> Iterable[str]:
     if frame.is_empty():
         return
     most = frame.sort("step_count").row(-1, named=True)
-    steps, seen = most["step_count"], most["watched_count"]
-    share = seen / steps
+    steps, seen, budget, limit = (
+        most[name] for name in ("step_count", "watched_count", "budget_ratio", "kept_limit")
+    )
+    cost, memory, slow, kept = (
+        _most(frame[name]) for name in ("cost_ratio", "memory_bytes", "slow_count", "kept_count")
+    )
+    disk, share = int(frame["kept_bytes"].sum() or 0), seen / steps
     line = f"watched for slow steps: {seen:,} of {steps:,} steps ({ratio_text(share)})"
-    cost, budget = _most(frame["cost_ratio"]), most["budget_ratio"]
     if cost is not None:
         line += f" for {ratio_text(cost)} of the time"
         line += "" if budget is None else f" (--slow-cost {budget:g})"
-    memory, disk = _most(frame["memory_bytes"]), int(frame["kept_bytes"].sum() or 0)
     line += "" if memory is None else f", at most {bytes_text(memory)} of memory per rank"
     yield line + (f", {bytes_text(disk)} of disk before compression" if disk else "")
-    slow, kept = _most(frame["slow_count"]), _most(frame["kept_count"])
     if slow is not None and kept is not None:
         line = f"{_number(slow, 'slow step')} on the rank with most, {_number(kept, 'window')} kept"
-        limit = most["kept_limit"]
         if limit is not None and kept >= limit:
             line += f", as many as --repeat {limit} asks for: no later step was watched"
         yield line + _more(most, share)
@@ -216,11 +204,13 @@ def _more(most: Mapping[str, Any], share: float) -> str:
 def _stored_windows(windows: pl.DataFrame, run: RunPaths) -> Iterable[str]:
     """Windows with a file, those of the same steps together."""
     keys = ("first_step", "end_step", "trigger", "state", "reason")
-    for key, rows in windows.group_by(*keys, maintain_order=True):
-        first, end, trigger, state, reason = (None if v is None else str(v) for v in key)
-        files = rows.height + rows["et_path"].drop_nulls().len()
+    for (first, end, trigger, state, reason), rows in windows.group_by(keys, maintain_order=True):
+        steps, last, files = "steps that are not known", (integer(end) or 0) - 1, rows.height
+        if first is not None and end is not None:
+            steps = f"step {first}" if last == first else f"steps {first} to {last}"
+        files += rows["et_path"].drop_nulls().len()
         size = int(rows["bytes"].sum() or 0) + int(rows["et_bytes"].sum() or 0)
-        line = f"{_steps(first, end)} on {ranks_text(rows['rank'].to_list())}: "
+        line = f"{steps} on {ranks_text(rows['rank'].to_list())}: "
         line += f"{files} {'file' if files == 1 else 'files'}, {bytes_text(size)}, in {run.traces}"
         if rows["stall_ns"].max() is not None:
             line += f"; training stopped for {duration_text(_most(rows['stall_ns']))} at most"
@@ -253,16 +243,8 @@ def _left_out(steps: pl.DataFrame, kept: pl.DataFrame) -> str:
     return f"{traced} steps of all ranks are left out of averages and findings: {why}"
 
 
-def _steps(first: str | None, end: str | None) -> str:
-    if first is None or end is None:
-        return "steps that are not known"
-    last = int(end) - 1
-    return f"step {first}" if last == int(first) else f"steps {first} to {last}"
-
-
 def _most(values: pl.Series) -> float | None:
-    most = values.max()
-    return float(most) if isinstance(most, (int, float)) else None
+    return number(values.max())
 
 
 _CLOSURE_RATIO = 1.5
@@ -276,7 +258,7 @@ def reacted_lines(inputs: RuleInputs, ledger: Ledger | None) -> Iterator[str]:
     accounts, positions = (ledger.accounts, ledger.positions) if ledger else ((), {})
     growing_ns = sum(each.ns_per_step for each in accounts if each.when == GROWING)
     for each in inputs.reactions:
-        said = outcome_text(each)
+        said, why = outcome_text(each), list[str]()
         if each.trigger != "slow":
             where = f"; {each.path}" if each.path else ""
             yield f"{each.reason} at {_clock_text(each.wall_ns)}: {said}{where}"
@@ -287,20 +269,17 @@ def reacted_lines(inputs: RuleInputs, ledger: Ledger | None) -> Iterator[str]:
         grown = after / before - 1 if before and after else None
         see = f": haiprof trace report {shown_path(run.root)} --window {each.window}"
         times = _inputs_grew(inputs.input_sizes, each)
-        larger = bool(grown and times and times - 1 >= grown / 2)
-        starved = None if larger else starvation(inputs)
-        if larger:
-            why = f"its inputs are {number_text(times)} times as large from then on"
+        if grown and times and times - 1 >= grown / 2:
+            why = [f"its inputs are {number_text(times)} times as large from then on"]
         else:
-            why = grown_phase(inputs, each, positions)
-        beside = "other processes use the CPUs, too: it may be theirs"
-        is_beside = starved is not None and starved.rule == NEIGHBOURS
-        said = "; ".join(filter(None, [why, beside if is_beside else "", said]))
+            starved, why = starvation(inputs), [grown_phase(inputs, each, positions)]
+            if starved is not None and starved.rule == NEIGHBOURS:
+                why.append("other processes use the CPUs, too: it may be theirs")
         yield (
             f"step {each.step} on became {ratio_text(grown)} slower on rank {each.rank} "
-            f"({duration_text(before)} to {duration_text(after)}) "
-            f"at {_clock_text(each.since_wall_ns)}{'; ' if said else ''}{said}"
-            f"{'' if each.window is None else see}"
+            f"({duration_text(before)} to {duration_text(after)}) at "
+            + "; ".join(filter(None, [_clock_text(each.since_wall_ns), *why, said]))
+            + ("" if each.window is None else see)
         )
 
 
@@ -362,15 +341,13 @@ def late_start_notes(analyzer: RunFrames) -> Iterator[str]:
     found = find_late_start(analyzer.files, PROBLEM_RATIO * wall_ns) if wall_ns else None
     if found is None:
         return
-    them = "it" if len(found.late) == 1 else "them"
-    process_ns = found.process_late_ns
+    them, process_ns = "it" if len(found.late) == 1 else "them", found.process_late_ns
+    why = "see what its code does before that call (with a shorter --hang-limit a snapshot names "
+    why += "its line)"
     if found.at is not None:
         why = f"meanwhile at {found.at}"
     elif process_ns is not None and 2 * process_ns > found.wait_ns:
         why = f"the process had begun {duration_text(process_ns)} after theirs: see its launcher"
-    else:
-        why = "see what its code does before that call (with a shorter --hang-limit a snapshot "
-        why += "names its line)"
     yield (
         f"{ranks_text(found.late)} came {duration_text(found.wait_ns)} late to init_process_group: "
         f"{ranks_text(found.waited)} waited for {them}, {ratio_text(found.wait_ns / wall_ns)} of "
