@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,12 +52,11 @@ def background_saves(files: RankFiles) -> list[BackgroundSave]:
         if offset_ns is None or start is None or end is None or end <= start:
             continue
         file, function = text(line.get("begun_file")), text(line.get("begun_function"))
-        number = integer(line.get("begun_line"))
-        known = file is not None and number is not None and function is not None
-        found.append(BackgroundSave(
-            start_ns=start + offset_ns, end_ns=end + offset_ns,
-            begun_at=(file or "", number or 0, function or "") if known else None,
-        ))  # fmt: skip
+        number, at = integer(line.get("begun_line")), None
+        if file is not None and number is not None and function is not None:
+            at = file, number, function
+        found.append(BackgroundSave(start_ns=start + offset_ns, end_ns=end + offset_ns,
+                                    begun_at=at))  # fmt: skip
     return found
 
 
@@ -105,12 +105,12 @@ def find_saves(
     own = {rank: found for rank in steps if (found := background_saves(last[rank]))}
     if not own:
         return None
-    by_host: dict[str | None, list[BackgroundSave]] = {}
+    by_host = defaultdict[str | None, list[BackgroundSave]](list)
     for rank, found in own.items():
-        by_host.setdefault(hosts.get(rank), []).extend(found)
+        by_host[hosts.get(rank)] += found
     marks = {}
     for rank, (first, begin_ns) in analyzer.step_starts(steps).items():
-        cells, known = steps[rank], steps_beside(by_host.get(hosts.get(rank), ()), begin_ns)
+        cells, known = steps[rank], steps_beside(by_host[hosts.get(rank)], begin_ns)
         whole = (cells.step >= first) & (cells.count == 1)
         place = np.where(whole, cells.step - first, -1)
         marks[rank] = np.where(whole, np.append(known, NEITHER)[place], NEITHER)
@@ -162,12 +162,9 @@ def split_saves(
 
 def _own_times(time: JobTime) -> tuple[Floats, dict[int, Floats]]:
     """[rank, covered step] of what is done in each step, without waiting for peers; by position."""
-    by_position = {}
-    for row, position in enumerate(time.used):
-        if position in _NOT_OF_STEPS:
-            continue
-        by_position[position] = time.of_covered(time.position_ns(row)).astype(np.float64)
-    by_position[_PAUSES] = time.of_covered(time.collected_ns).astype(np.float64)
+    spent = {position: time.position_ns(row) for row, position in enumerate(time.used)
+             if position not in _NOT_OF_STEPS} | {_PAUSES: time.collected_ns}  # fmt: skip
+    by_position = {at: time.of_covered(ns).astype(np.float64) for at, ns in spent.items()}
     whole: Floats = np.sum(list(by_position.values()), axis=0)
     return whole, by_position
 
@@ -190,13 +187,9 @@ def _take(
     whole = time.totals_ns[row, BESIDE_SAVE, position] / max(steps[0], 1)
     usual = time.totals_ns[row, :BESIDE_SAVE, position].sum() / max(steps[1], 1)
     many = int(table.activity.max(initial=0)) + 1
-    now, before = (
-        ns * each / max(float(each.sum()), 1.0)
-        for ns, each in (
-            (whole, np.bincount(table.activity[beside], table.ns[beside], many)),
-            (usual, np.bincount(table.activity[others], table.ns[others], many)),
-        )
-    )
+    held = [np.bincount(table.activity[of], table.ns[of], many) for of in (beside, others)]
+    now, before = (ns * each / max(float(each.sum()), 1.0)
+                   for ns, each in zip((whole, usual), held, strict=True))  # fmt: skip
     more = np.maximum(now - before, 0.0)
     more[PEER_WAIT : PEER_WAIT + 1] = 0.0  # it is no work of its own
     more *= extra_ns / max(float(more.sum()), 1.0)
@@ -224,10 +217,10 @@ def _take_pauses(
 
 def _most_begun_at(saves: Saves) -> CodePlace | None:
     """The line that began those that took longest together."""
-    spent: dict[tuple[str, int, str], int] = {}
+    spent = Counter[tuple[str, int, str]]()
     for save in (save for found in saves.own.values() for save in found):
         if save.begun_at is not None:
-            spent[save.begun_at] = spent.get(save.begun_at, 0) + save.end_ns - save.start_ns
+            spent[save.begun_at] += save.end_ns - save.start_ns
     if not spent:
         return None
     file, line, function = max(spent, key=lambda at: (spent[at], at))

@@ -23,6 +23,7 @@ from haiprof.base.units import (
     shorten,
     visible,
 )
+from haiprof.diagnosis import run_notes, thresholds
 from haiprof.diagnosis.background_saves import SLOWED
 from haiprof.diagnosis.explanations import (
     CODE_CHARS,
@@ -40,24 +41,10 @@ from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.run_facts import KEPT_REMEDY, RULES
 from haiprof.diagnosis.run_ledger import RunLedger, run_ledger
-from haiprof.diagnosis.run_notes import (
-    attempt_notes,
-    late_start_notes,
-    not_measured,
-    reacted_lines,
-    traced_lines,
-    why_no_steps,
-)
 from haiprof.diagnosis.settings_facts import FUSED_GAINS, UNFUSED_ADAM, has_layers
 from haiprof.diagnosis.slow_parts import RULE as SLOW_PART
 from haiprof.diagnosis.slow_parts import slow_part
 from haiprof.diagnosis.small_operators import has_gradients
-from haiprof.diagnosis.thresholds import (
-    BACKWARD_RATIO,
-    CRITICAL_MIN_STEPS,
-    FEW_STEPS_SURE,
-    SHORT_RUN_S,
-)
 from haiprof.diagnosis.traced_window import step_work, traced_device
 from haiprof.diagnosis.verdict import SEVERITIES, Cost, Events, Finding, Severity, gain_of, ranks_of
 from haiprof.diagnosis.verdict import Verdict as Verdict
@@ -129,7 +116,7 @@ def judge(
     ledger = None if found is None else found.ledger
     part = None if found is None else slow_part(inputs, found)
     if part is not None:
-        facts.append(_grade(part, few=inputs.steps.height < CRITICAL_MIN_STEPS))
+        facts.append(_grade(part, few=inputs.steps.height < thresholds.CRITICAL_MIN_STEPS))
     findings = _name_nodes(inputs, _findings(inputs, found, facts), ledger)
     creep = next((each for each in findings if each.rule == "memory_creep"), None)
     memory = analyzer.memory_at_end() if death else ()
@@ -171,7 +158,7 @@ def judge(
         findings=findings,
         abstained=abstained,
         checked=checked,
-        not_measured=not_measured(inputs, ledger),
+        not_measured=run_notes.not_measured(inputs, ledger),
         evaluation_ns=integer(
             (inputs.ranks["eval_ns"] - inputs.ranks["eval_compile_ns"].fill_null(0)).max()
         ),
@@ -185,17 +172,17 @@ def judge(
         next_command=_next_command(run, inputs, findings, death),
         notes=(
             *([WORDS[inputs.marked_by]] if inputs.marked_by else []),
-            *late_start_notes(analyzer),
+            *run_notes.late_start_notes(analyzer),
             *analyzer.notes(),
-            *attempt_notes(analyzer.steps()),
+            *run_notes.attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *uneven_notes(ledger),
             *_own_work_notes(inputs, found, own_work, headline),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, _step_sizes(inputs), died=death is not None),
         ),
-        traces=traced_lines(analyzer, since_ns=since_ns),
-        reactions=tuple(reacted_lines(inputs, ledger)),
+        traces=run_notes.traced_lines(analyzer, since_ns=since_ns),
+        reactions=tuple(run_notes.reacted_lines(inputs, ledger)),
         nccl=analyzer.nccl().known,
     )
     return verdict, found
@@ -208,7 +195,7 @@ def judge_facts(
     if not inputs.steps.height:
         return [], tuple((rule.__name__, "no steps") for rule in RULES), ()
     judged = [(rule.__name__, rule(inputs)) for rule in RULES]
-    few = inputs.steps.height < CRITICAL_MIN_STEPS
+    few = inputs.steps.height < thresholds.CRITICAL_MIN_STEPS
     facts = [_grade(replace(each, rule=name), few=few)
              for name, each in judged if isinstance(each, Finding)]  # fmt: skip
     abstained = tuple((name, why) for name, why in judged if isinstance(why, str))
@@ -218,7 +205,7 @@ def judge_facts(
 def _grade(found: Finding, *, few: bool) -> Finding:
     """A fact with a share of the time is a problem above the one limit, as an opportunity is."""
     if few and found.rule != STANDSTILL:  # which is seen at once, and needs no steps
-        found = replace(found, confidence=min(found.confidence, FEW_STEPS_SURE))
+        found = replace(found, confidence=min(found.confidence, thresholds.FEW_STEPS_SURE))
     if found.lost_ratio is None or found.severity == "info":
         return found
     if found.lost_ratio < PROBLEM_RATIO:
@@ -352,12 +339,12 @@ def _finding(
     else:
         said = explain(question)
     line = account_line(account, ledger.mean_ns)
-    few = inputs.steps.height < CRITICAL_MIN_STEPS
+    few = inputs.steps.height < thresholds.CRITICAL_MIN_STEPS
     said = _with_operators_beside(found, account, said)
     return replace(
         said,
         gain=gain,
-        confidence=FEW_STEPS_SURE if few else said.confidence,
+        confidence=thresholds.FEW_STEPS_SURE if few else said.confidence,
         severity=severity if said.is_choice else "info",
         lost_ratio=min(ratio, 1.0),
         rank=account.ranks[0] if len(account.ranks) == 1 else account.slowest_rank,
@@ -381,8 +368,8 @@ def short_notes(inputs: RuleInputs) -> tuple[str, ...]:
     if not inputs.step_count or not inputs.is_short:
         return ()
     return (
-        f"less than {SHORT_RUN_S:g} s of training was recorded: competition for cores cannot be "
-        "assessed, and findings are shown as info",
+        f"less than {thresholds.SHORT_RUN_S:g} s of training was recorded: competition for cores "
+        "cannot be assessed, and findings are shown as info",
     )
 
 
@@ -393,14 +380,14 @@ def _headline(
     own: Sequence[tuple[float, str]],
 ) -> str:
     if not inputs.step_count:
-        return f"no training steps: {why_no_steps(inputs)}"
+        return f"no training steps: {run_notes.why_no_steps(inputs)}"
     if any(each.severity != "info" for each in findings):
         return findings[0].title
     if found is None:
         return nothing_text(None)
     if kept := _kept_graph_text(inputs, found):
         return kept
-    few = inputs.is_short or inputs.steps.height < CRITICAL_MIN_STEPS
+    few = inputs.is_short or inputs.steps.height < thresholds.CRITICAL_MIN_STEPS
     if not few and findings and _sure_ratio(findings[0]) >= CRITICAL_RATIO:
         return findings[0].title  # no setting of the job's removes it
     ratio, text = max(own, default=(0.0, ""))
@@ -488,7 +475,7 @@ def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
     forward = spent.get("forward", 0.0) + spent.get("loss", 0.0)
     backward = spent.get("backward", 0.0)
     kept = any(settings.looks.kept_graph_count for settings in inputs.settings.values())
-    if not kept or not forward or backward < BACKWARD_RATIO * forward:
+    if not kept or not forward or backward < thresholds.BACKWARD_RATIO * forward:
         return ""
     return (
         f"backward takes {number_text(backward / forward)} times as long as forward and keeps its "

@@ -23,36 +23,13 @@ from haiprof.base.ledger import (
     expression_text,
 )
 from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text, shorten, visible
+from haiprof.diagnosis import machine_causes, opportunities
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import MAKES_LOADER, less_per_sample, loader_cause
-from haiprof.diagnosis.machine_causes import (
-    LOADER_WORKERS,
-    NEIGHBOURS,
-    lost_to_waiting,
-    nfs_wait,
-    others_beside,
-    starvation,
-    state_of,
-)
-from haiprof.diagnosis.opportunities import (
-    RECEIVED,
-    RECOMPUTED,
-    RESTARTED,
-    SAVED,
-    WORKER_CORES,
-    in_hooks,
-)
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
 from haiprof.diagnosis.verdict import Finding, evidence_rows, make_finding
-from haiprof.run_analysis.code_samples import (
-    DATALOADER,
-    OTHER_THREADS,
-    TRAINING_PHASES,
-    WORKER,
-    WORKER_WAITING,
-    CodeSamples,
-)
+from haiprof.run_analysis import code_samples
 from haiprof.run_analysis.ledger import (
     ACTIVITIES,
     JOB,
@@ -119,7 +96,7 @@ class Question:
     """What an explanation may look at."""
 
     inputs: RuleInputs
-    samples: CodeSamples
+    samples: code_samples.CodeSamples
     account: Account
     mean_ns: float
 
@@ -138,7 +115,7 @@ class Question:
         """Whether it is about some of several ranks."""
         return bool(self.account.ranks) and len(self.inputs.world) > 1
 
-    def of_phase(self, phase: int) -> CodeSamples:
+    def of_phase(self, phase: int) -> code_samples.CodeSamples:
         """The samples of one phase: what the training thread, or a worker, does meanwhile."""
         return self.samples.take(self.samples.phase == phase)
 
@@ -185,7 +162,7 @@ def _with_mount(question: Question, said: Finding) -> Finding:
     """What waits for a file, with what the node's NFS client counted, where it may be that."""
     account = question.account
     share = account.ns_per_step / max(question.mean_ns, 1.0)
-    nfs = nfs_wait(question.inputs, account.ranks, share)
+    nfs = machine_causes.nfs_wait(question.inputs, account.ranks, share)
     if nfs is None or nfs.title in said.title:
         return said
     return replace(
@@ -241,11 +218,13 @@ def _small_operators(question: Question) -> Finding:
 
 
 def _waits_for_loader(question: Question) -> Finding:
-    inputs, loading = question.inputs, question.of_phase(WORKER)
-    why = loader_cause(inputs, loading if len(loading.rank) else question.of_phase(DATALOADER))
+    inputs, loading = question.inputs, question.of_phase(code_samples.WORKER)
+    why = loader_cause(
+        inputs, loading if len(loading.rank) else question.of_phase(code_samples.DATALOADER)
+    )
     lines = code_lines(loading, "the workers' loading", 1.0)
     if why is not None and why.rule == "epoch_restart":
-        beside = question.of_phase(WORKER_WAITING)
+        beside = question.of_phase(code_samples.WORKER_WAITING)
         starting = code_lines(beside, "what the workers do beside loading", 1.0)
         lines = starting or lines
         if starting and (starting[0].share or 0.0) >= MIN_WAY_RATIO:
@@ -254,15 +233,15 @@ def _waits_for_loader(question: Question) -> Finding:
             at = f": {ratio_text(most.share)} of {most.of} is at {place}"
             why = replace(why, title=why.title + at)
     if why is None or why.rule in ("few_workers", "no_workers", "cores_full", "slow_samples"):
-        starved = starvation(inputs)
+        starved = machine_causes.starvation(inputs)
         lost = (
             max(workers_without_core(question.samples, rank) for rank in set(loading.rank.tolist()))
             if (loading.queue_ns >= 0).any()
-            else lost_to_waiting(inputs)
+            else machine_causes.lost_to_waiting(inputs)
         )
         theirs = lost >= min(question.share, 1.0) / 2
         theirs &= max(inputs.loader_workers.values(), default=1) > 0
-        if starved is not None and starved.rule == NEIGHBOURS and theirs:
+        if starved is not None and starved.rule == machine_causes.NEIGHBOURS and theirs:
             used = max((inputs.worker_cores(rank) or 0.0 for rank in inputs.world), default=0.0)
             own = evidence_rows(("CPU of its workers in a step", used * question.mean_ns, "ns"))
             return replace(
@@ -279,7 +258,7 @@ def _waits_for_loader(question: Question) -> Finding:
         "sample",
         missing=("how the loader was made, its CPU use",),
     )
-    both = question.account.explanation == WORKER_CORES
+    both = question.account.explanation == opportunities.WORKER_CORES
     cores = " and for the CPU cores that its workers take" * both
     return replace(
         why,
@@ -319,7 +298,7 @@ def _input(question: Question) -> Finding:
             else "move what this line does into the dataset, where the workers do it; hand over "
             "fewer and larger tensors",
         )
-    makes = question.of_phase(DATALOADER)
+    makes = question.of_phase(code_samples.DATALOADER)
     why = loader_cause(inputs, makes)
     told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
     waits = account.activity.startswith("wait")
@@ -370,10 +349,10 @@ def _loop_kind(question: Question) -> int:
     return min(kinds, key=lambda kind: kind & RECURRENCE, default=0) if of_model.any() else 0
 
 
-def _other_threads(question: Question) -> tuple[CodeSamples, float]:
+def _other_threads(question: Question) -> tuple[code_samples.CodeSamples, float]:
     """What other Python threads of the training process use cores for, and how many cores."""
     samples = question.samples
-    chosen = samples.take((samples.phase == OTHER_THREADS) & (samples.worker < 0))
+    chosen = samples.take((samples.phase == code_samples.OTHER_THREADS) & (samples.worker < 0))
     trained_ns = [question.inputs.trained_ns.get(rank, 1.0) for rank in chosen.rank[:1].tolist()]
     return chosen, min(float(chosen.weight_ns.sum()) / max([*trained_ns, 1.0]), 1.0)
 
@@ -381,7 +360,7 @@ def _other_threads(question: Question) -> tuple[CodeSamples, float]:
 def _with_holder(question: Question, said: Finding) -> Finding:
     """What waits for a lock, with where other threads are meanwhile: one of them holds it."""
     samples = question.samples
-    is_look = samples.phase == OTHER_THREADS
+    is_look = samples.phase == code_samples.OTHER_THREADS
     at_lock = np.zeros(len(samples.rank), dtype=np.bool_)
     for rank in np.unique(samples.rank[is_look]).tolist():
         of_rank = (samples.rank == rank) & (samples.worker < 0)
@@ -398,7 +377,7 @@ def _with_holder(question: Question, said: Finding) -> Finding:
     return replace(said, title=title, code_lines=lines)
 
 
-def _without_waits(samples: CodeSamples) -> CodeSamples:
+def _without_waits(samples: code_samples.CodeSamples) -> code_samples.CodeSamples:
     """Those of threads that wait for nothing themselves: who waits holds no lock."""
     frames = samples.tree.frames
     waits = np.array([*(frame.file.endswith(_WAITING_FILES) for frame in frames), False])
@@ -425,15 +404,15 @@ def _interpreter_lock(question: Question) -> Finding:
 
 
 def _no_core(question: Question) -> Finding:
-    starved = starvation(question.inputs)
+    starved = machine_causes.starvation(question.inputs)
     if starved is not None:
         title = f"{starved.title}: the training thread waits for a CPU core, {question.amount}"
-        if starved.cause != LOADER_WORKERS:
+        if starved.cause != machine_causes.LOADER_WORKERS:
             return replace(starved, title=title)
-        lines = code_lines(question.of_phase(WORKER), "the workers' loading", 1.0)
+        lines = code_lines(question.of_phase(code_samples.WORKER), "the workers' loading", 1.0)
         return replace(starved, title=title, code_lines=lines)
     inputs, ranks = question.inputs, question.account.ranks
-    used = others_beside(inputs, ranks)
+    used = machine_causes.others_beside(inputs, ranks)
     missed = max((inputs.core_waits.get(rank, 0.0) for rank in ranks or inputs.world), default=0.0)
     is_own = used is not None and used < max(missed, question.share)
     fewer = "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
@@ -491,7 +470,7 @@ def _link(question: Question) -> Finding:
     if len(set(inputs.hosts.values())) > 1:
         between = "the network between the nodes"
     else:
-        starved = starvation(inputs)
+        starved = machine_causes.starvation(inputs)
     first = f"first {starved.remedy}: on one node an exchange needs cores; " if starved else ""
     buckets = _small_buckets(inputs)
     if buckets:
@@ -528,7 +507,7 @@ def stragglers(question: Question, extra_ns: float, *, is_rest: bool) -> Finding
     inputs, account = question.inputs, question.account
     several = len(account.ranks) > 1
     gpu = ", its GPU's clock and temperature" * inputs.uses_gpu
-    state = state_of(inputs, account.ranks[0], question.share) or Finding(
+    state = machine_causes.state_of(inputs, account.ranks[0], question.share) or Finding(
         cause=account.position,
         title="",
         remedy=f"compare rank {account.ranks[0]} with another: its data shard, its host's load, "
@@ -645,7 +624,7 @@ _MAKES_BATCH = re.compile(
 )  # fmt: skip
 """In a function or an expression between steps: it may make the next batch."""
 _OUTSIDE = "do it less often, in another process, or not at all"
-_OF_MODEL = [TRAINING_PHASES.index(name) for name in ("forward", "backward")]
+_OF_MODEL = [code_samples.TRAINING_PHASES.index(name) for name in ("forward", "backward")]
 _OF_TENSORS = (ACTIVITIES[OPERATORS], ACTIVITIES[NATIVE])
 _ELEMENT = re.compile(r"\[\s*\w+(?:\s*,\s*\w+)+\s*\]")
 """Takes one element of a tensor or an array: `self.m[t,p]`."""
@@ -768,7 +747,7 @@ def _code(question: Question) -> Finding:
         (_is_in_trainer(account), _OF_TRAINER),
         (_is_in_accelerate(account), _OF_ACCELERATE),
         *((is_outside and code.search(text) is not None, do) for code, do in _OF_CODE),
-        (_is_own(question, in_hooks(question.samples.tree)),
+        (_is_own(question, opportunities.in_hooks(question.samples.tree)),
          "it is a hook: remove it (the handle that registering it gave: remove()), or let it "
          "return at once in all but every Nth step"),
         *((of_tensors and kind == loop & LAYERS, do) for kind, do in _OF_LOOP),
@@ -859,8 +838,8 @@ _EVALUATED = ("wait: loader", "evaluation")
 """Batches of an evaluation are its own."""
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
-    WORKER_CORES: _waits_for_loader,
-    RECEIVED: _explain_by(
+    opportunities.WORKER_CORES: _waits_for_loader,
+    opportunities.RECEIVED: _explain_by(
         SLUGS["input"],
         "the training thread receives the batches that the DataLoader's workers made, {amount}",
         "each batch costs this, a large one more: larger batches, one stacked tensor where a batch "
@@ -868,7 +847,7 @@ _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
         "is measured by haiprof try-loader",
         cause="receiving",
     ),
-    RESTARTED: _explain_by(
+    opportunities.RESTARTED: _explain_by(
         SLUGS["input"],
         "starting the DataLoader's workers and ending the old ones, {amount}, {paid}",
         "keep the workers alive between epochs: DataLoader(..., persistent_workers=True); or fewer "
@@ -876,9 +855,9 @@ _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
         cause="worker_start",
         setting=MAKES_LOADER,
     ),
-    SAVED: _checkpoint,
-    RECOMPUTED: _explain_by(
-        RECOMPUTED,
+    opportunities.SAVED: _checkpoint,
+    opportunities.RECOMPUTED: _explain_by(
+        opportunities.RECOMPUTED,
         "activation checkpointing runs forward again inside backward, {amount}{code}",
         "where memory allows, checkpoint fewer layers (every second one), keep what is "
         "expensive to compute (torch.utils.checkpoint.create_selective_checkpoint_contexts), or "
@@ -921,7 +900,7 @@ def account_line(account: Account, mean_ns: float) -> CodeLine | None:
     )
 
 
-def code_lines(samples: CodeSamples, of: str, part: float) -> tuple[CodeLine, ...]:
+def code_lines(samples: code_samples.CodeSamples, of: str, part: float) -> tuple[CodeLine, ...]:
     """The lines that hold most of some samples' time."""
     return tuple(
         line

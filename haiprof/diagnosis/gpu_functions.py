@@ -17,13 +17,7 @@ from haiprof.diagnosis.thresholds import (
     SAME_COUNT_RATIO,
 )
 from haiprof.run_analysis.run_files import number
-from haiprof.trace_analysis.kernel_names import (
-    COMMUNICATION,
-    GPU_COMPUTE,
-    MEMORY,
-    short_kernel_name,
-    split_geometry,
-)
+from haiprof.trace_analysis import kernel_names
 
 if TYPE_CHECKING:
     from haiprof.trace_analysis.function_patterns import Patterns
@@ -193,7 +187,7 @@ def gpu_compute_report(patterns: Patterns) -> FunctionReport:
 
     Source: PerfTracker (seed 001), GPU Compute. Its utilization is a hardware counter's.
     """
-    functions = patterns.functions.filter(pl.col("kind") == GPU_COMPUTE)
+    functions = patterns.functions.filter(pl.col("kind") == kernel_names.GPU_COMPUTE)
     ranks = _ranks(patterns, functions)
     slow, odd, more = (
         ranks.filter(pl.col(flag))["rank"].to_list()
@@ -204,7 +198,7 @@ def gpu_compute_report(patterns: Patterns) -> FunctionReport:
         functions, pl.col("median_ns", "occupancy_ratio").median(), over_ranks(BETA, patterns)
     )
     return FunctionReport(
-        kind=GPU_COMPUTE,
+        kind=kernel_names.GPU_COMPUTE,
         title="GPU compute",
         tables={ABNORMAL: abnormal, FUNCTIONS: kernels, RANKS: ranks},
         facts={
@@ -296,9 +290,9 @@ def _compute_lines(ranks: pl.DataFrame, abnormal: pl.DataFrame) -> Iterable[str]
             "Look at its GPU's clock, power cap, temperature and neighbours"
         )
     for row in abnormal.filter(~pl.col("rank").is_in(list(slow))).head(3).to_dicts():
-        plain, geometry = split_geometry(row["name"])
+        plain, geometry = kernel_names.split_geometry(row["name"])
         yield (
-            f"rank {row['rank']}: {short_kernel_name(plain)}{geometry} takes "
+            f"rank {row['rank']}: {kernel_names.short_kernel_name(plain)}{geometry} takes "
             f"{duration_text(row['median_ns'])}, elsewhere {duration_text(row['others_median_ns'])}"
             "; if only this kernel is slow there, compare its shapes"
         )
@@ -316,13 +310,13 @@ def memory_report(patterns: Patterns) -> FunctionReport:
 
     Source: PerfTracker (seed 001), GPU memory operations.
     """
-    functions = patterns.functions.filter(pl.col("kind") == MEMORY)
+    functions = patterns.functions.filter(pl.col("kind") == kernel_names.MEMORY)
     abnormal = _abnormal_operations(functions)
     operations = by_function(
         functions, pl.col("median_ns").median(), over_ranks(BETA, patterns), pl.col(_RATE).mean()
     )
     return FunctionReport(
-        kind=MEMORY,
+        kind=kernel_names.MEMORY,
         title="GPU memory operations",
         tables={ABNORMAL: abnormal, FUNCTIONS: operations},
         facts={"slow": sorted_ranks(abnormal.filter(pl.col("why") == SLOW))},
@@ -389,7 +383,7 @@ def communication_report(patterns: Patterns) -> FunctionReport:
     Source: PerfTracker (seed 001), Communication; EROICA for what low throughput with a low or a
     high deviation (slow, unsteady) means.
     """
-    functions = patterns.functions.filter(pl.col("kind") == COMMUNICATION)
+    functions = patterns.functions.filter(pl.col("kind") == kernel_names.COMMUNICATION)
     judged = with_distance(functions, BETA, _RATE, _SPREAD, **{_SPREAD: _RATE})
     abnormal = _abnormal_links(judged)
     link, why = _link_of(patterns)
@@ -407,7 +401,7 @@ def communication_report(patterns: Patterns) -> FunctionReport:
                "transfer_ns", "missing", "name")  # fmt: skip
     ranks = functions.select(columns).sort("type", "name", "rank")
     return FunctionReport(
-        kind=COMMUNICATION,
+        kind=kernel_names.COMMUNICATION,
         title="Communication",
         tables={ABNORMAL: abnormal, FUNCTIONS: types, RANKS: ranks},
         facts={

@@ -39,6 +39,11 @@ _WAIT_TEXTS = {
     "pipe": "waits for another process", "fault": "waits for memory that is read from files",
 }  # fmt: skip
 _SOME_WAIT = "waits: for files, the network or a lock"
+_NO_PAUSES = "take the pauses out (time.sleep, attempts that wait)"
+_READ_MORE = (
+    "read less often and more at once: larger files (tar, parquet, memory maps), a local copy of "
+    "the data set, no request per sample"
+)
 _MORE_WORKERS = ("storage", "no_workers", "few_workers")
 """Causes whose remedy is, or may be, more workers."""
 _SHARES = (
@@ -82,11 +87,9 @@ class _Loading:
 
     @property
     def is_computing(self) -> bool | None:
-        """Whether whoever makes the batches uses the CPU for it, or would if he got it.
-
-        Of the time in which they could run, workers are taken to wait for a core as much as the
-        main thread does. None where it is not known.
-        """
+        """Whether whoever makes the batches uses the CPU, or would; None: not known."""
+        # Of the time in which they could run, workers are taken to wait for a core as much as the
+        # main thread does.
         if self.workers == 0 and self.main_cores is not None:
             computed = self.main_cores + self.core_wait - (1 - self.wait_share)
             return computed >= LOADER_IDLE_RATIO * self.wait_share
@@ -114,32 +117,25 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
     `loading_samples` are those of whoever makes the batches.
     """
     # The rank that waits as long as the typical one: the lower middle.
-    means = {rank: inputs.by_rank[rank]["dataloader_host_ns"].mean() for rank in inputs.world}
-    waits = {rank: number(mean) or 0.0 for rank, mean in means.items()}
-    ranks = sorted(waits, key=lambda rank: (waits[rank], rank))
-    rank = ranks[(len(ranks) - 1) // 2]
+    waits = {rank: number(own["dataloader_host_ns"].mean()) or 0.0
+             for rank, own in inputs.by_rank.items()}  # fmt: skip
+    rank = sorted(waits, key=lambda rank: (waits[rank], rank))[(len(waits) - 1) // 2]
     step_ns = number(inputs.by_rank[rank]["step_ns"].mean()) or math.inf
-    main, busy = inputs.main_cores.get(rank), inputs.busy_cores.get(rank)
-    placed = inputs.placements.get(rank)
-    allowed = (placed.allowed_cpus if placed is not None else None) or frozenset()
-    others = sum(
-        inputs.busy_cores[other]
-        for other, place in inputs.placements.items()
-        if other != rank
-        and other in inputs.busy_cores
-        and placed is not None
-        and place.host == placed.host
-        and allowed & (place.allowed_cpus or frozenset())
-    )
+    used, placed, free = inputs.busy_cores, inputs.placements.get(rank), None
     strangers = used_by_others(inputs, inputs.hosts.get(rank)) or 0.0
-    others += strangers
+    if placed is not None and placed.allowed_cpus and rank in used:
+        beside = (other for other, place in inputs.placements.items()
+                  if other != rank and place.host == placed.host
+                  and placed.allowed_cpus & (place.allowed_cpus or frozenset()))  # fmt: skip
+        others = sum(used.get(other, 0.0) for other in beside) + strangers
+        free = max(len(placed.allowed_cpus) - used[rank] - others, 0.0)
     loading = _Loading(
         workers=inputs.loader_workers.get(rank),
         wait_share=min(waits[rank] / step_ns, 1.0),
-        main_cores=main,
+        main_cores=inputs.main_cores.get(rank),
         core_wait=inputs.core_waits.get(rank, 0.0),
         worker_cores=inputs.worker_cores(rank),
-        free_cores=max(len(allowed) - busy - others, 0.0) if allowed and busy is not None else None,
+        free_cores=free,
         strangers_cores=strangers,
         less=less_per_sample(loading_samples),
     )
@@ -167,13 +163,9 @@ def less_per_sample(samples: CodeSamples) -> str:
 
 
 def _epoch_starts(inputs: RuleInputs) -> tuple[int, int, int] | None:
-    """Starts of epochs, the time at these, and all waiting for input; over all ranks, in ns.
-
-    None where most of the waiting is elsewhere.
-    """
-    count, edge, wait = (
-        int(inputs.loading[name].sum()) for name in ("epoch_count", "epoch_ns", "wait_ns")
-    )
+    """Starts of epochs, their time, and all waiting, in ns; None: most of it is elsewhere."""
+    names = ("epoch_count", "epoch_ns", "wait_ns")
+    count, edge, wait = (int(inputs.loading[name].sum()) for name in names)
     return (count, edge, wait) if count > 0 and edge >= EPOCH_MAIN_RATIO * wait else None
 
 
@@ -188,16 +180,15 @@ def _epochs(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Find
     starts = _epoch_starts(inputs)
     if starts is None:
         return None
-    count, edge, wait = starts
-    without = ""
+    (count, edge, wait), without = starts, ""
     if loading.workers and len(samples.rank) >= _MIN_SAMPLES and (samples.worker >= 0).all():
         ranks = len(np.unique(samples.rank)) / inputs.loading.height
         made_ns = float(samples.weight_ns.sum()) / (ranks * count)
         if made_ns < edge / count:
             without = (
-                f"; or num_workers=0: making an epoch's batches takes {duration_text(made_ns)}, "
-                f"beginning an epoch with new workers {duration_text(edge / count)}"
+                f"; or num_workers=0: making an epoch's batches takes {duration_text(made_ns)}"
             )
+            without += f", beginning an epoch with new workers {duration_text(edge / count)}"
     return make_finding(
         "most of it where an epoch begins",
         "keep the workers alive between epochs: DataLoader(..., persistent_workers=True)"
@@ -241,7 +232,7 @@ def _rare_share(waits: Floats) -> tuple[float, float]:
 
     The first is 1 where the second is little.
     """
-    excess = np.maximum(waits - np.median(waits), 0.0) if len(waits) else np.zeros(0)
+    excess = np.maximum(waits - np.median(waits), 0.0)
     unusual = float(excess.sum()) / max(float(waits.sum()), 1.0)
     if unusual <= BURST_UNUSUAL_RATIO:
         return 1.0, unusual
@@ -264,11 +255,10 @@ def _storage(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Fin
     if loading.is_computing is not False:
         return None
     wait = _wait_text(samples)
-    parallel = (
-        "more workers wait in parallel (num_workers), and "
-        if loading.workers
-        else "let workers wait in parallel, ahead of training (num_workers=4 and up), and "
-    )
+    remedy = "let workers wait in parallel, ahead of training (num_workers=4 and up), and "
+    if loading.workers:
+        remedy = "more workers wait in parallel (num_workers), and "
+    remedy += _NO_PAUSES if wait == _WAIT_TEXTS["sleep"] else _READ_MORE
     read = {
         "read by calls, all ranks": inputs.counted.of("read_bytes_per_s"),
         "read from storage, all ranks": inputs.counted.of("storage_read_bytes_per_s"),
@@ -279,14 +269,7 @@ def _storage(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Fin
     return Finding(
         rule="storage",
         title=f"and the loader itself {f'waits: {nfs.title}' if nfs else wait}",
-        remedy=f"{parallel}"
-        + (
-            "take the pauses out (time.sleep, attempts that wait)"
-            if wait == _WAIT_TEXTS["sleep"]
-            else "read less often and more at once: larger files (tar, parquet, memory maps), a "
-            "local copy of the data set, no request per sample"
-        )
-        + (f"; {nfs.remedy}" if nfs else ""),
+        remedy=f"{remedy}; {nfs.remedy}" if nfs else remedy,
         evidence=(*loading.evidence, *(nfs.evidence if nfs else ()), *evidence_rows(*rows)),
     )
 
@@ -311,8 +294,7 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
     free = needed if loading.free_cores is None else loading.free_cores
     if free < needed:
         slug, title = "cores_full", "and the cores are full"
-        gpu = "; transforms on the GPU" if on_gpu else ""
-        less = f"{loading.less}{gpu}"
+        less = loading.less + "; transforms on the GPU" * on_gpu
         remedy = (
             f"do less per sample ({less}); more workers would share the cores with training and "
             f"with other processes ({loading.strangers_cores:.1f} cores): haiprof try-loader "

@@ -8,15 +8,8 @@ from dataclasses import replace
 
 import polars as pl
 
+from haiprof.base import units
 from haiprof.base.medians import lower_median
-from haiprof.base.units import (
-    NS_PER_S,
-    duration_text,
-    number_text,
-    ranks_text,
-    ratio_text,
-    visible,
-)
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import SAME_COUNT_RATIO
 from haiprof.diagnosis.verdict import Finding, make_finding
@@ -85,7 +78,7 @@ def _limit(inputs: RuleInputs, rank: int) -> Finding | None:
         return None
     limit = "" if node.limit_cores is None else f" of {node.limit_cores:g} cores"
     return make_finding(
-        f"the job's control group reaches its CPU limit{limit} in {ratio_text(stopped)} of "
+        f"the job's control group reaches its CPU limit{limit} in {units.ratio_text(stopped)} of "
         f"the periods",
         "raise the limit (Kubernetes resources.limits.cpu, docker --cpus, cgroup cpu.max), "
         "or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers): by default "
@@ -122,8 +115,8 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     by_threads = shared and threads > max(cores, len(ranks)) and not (spare or by_workers)
     if by_workers:
         remedy = (
-            f"do less per sample in the DataLoader's workers, which use {number_text(loading)} "
-            "cores: decode and tokenize once, ahead of training; or "
+            "do less per sample in the DataLoader's workers, which use "
+            f"{units.number_text(loading)} cores: decode and tokenize once, ahead of training; or "
             f"{'allow the job' if spare else 'take a node with'} more cores; what fewer workers "
             "gain is measured by haiprof try-loader"
         )
@@ -149,10 +142,10 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
             "taskset), or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
         )
     return make_finding(
-        f"{ranks_text(ranks)} share {count}{of}{f', with {threads} threads' * by_threads}"
+        f"{units.ranks_text(ranks)} share {count}{of}{f', with {threads} threads' * by_threads}"
         if shared
         else f"too few cores{' for its loader workers' if by_workers else ''}: "
-        f"{ranks_text(ranks)} may use {cores}{of}",
+        f"{units.ranks_text(ranks)} may use {cores}{of}",
         remedy,
         ("cores they may use", float(cores), "cores"),
         ("cores they use", busy, "cores"),
@@ -172,8 +165,9 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
     missed = sum(wait for r, wait in inputs.core_waits.items() if hosts.get(r) == host)
     if used is None or used < missed:
         return None
+    whose = f"{units.number_text(used)} cores{_names_of_others(inputs, host)}"
     return make_finding(
-        f"other processes use the CPUs ({number_text(used)} cores{_names_of_others(inputs, host)})",
+        f"other processes use the CPUs ({whose})",
         "see what else runs there (top, haiprof ls) and move it, or give the job cores of its own "
         "(srun --exclusive, a cpuset)",
         ("cores used by others on its node", used, "cores"),
@@ -190,11 +184,11 @@ def _names_of_others(inputs: RuleInputs, host: str | None) -> str:
         elapsed_ns = integer(line.get("elapsed_ns")) or 0
         whole_ns += elapsed_ns
         for each in objects(line.get("processes")):
-            name = visible(text(each.get("name")) or "?")
+            name = units.visible(text(each.get("name")) or "?")
             used[name] += (number(each.get("cores")) or 0.0) * elapsed_ns
     most = sorted(used, key=lambda name: -used[name])[:_NAMED_PROCESSES]
     means = [(name, used[name] / max(whole_ns, 1)) for name in most]
-    named = [f"{name} {number_text(cores)}" for name, cores in means if cores >= _NAMED_CORES]
+    named = [f"{name} {units.number_text(cores)}" for name, cores in means if cores >= _NAMED_CORES]
     return f": {', '.join(named)}" if named else ""
 
 
@@ -237,12 +231,14 @@ def machine_text(inputs: RuleInputs) -> str | None:
     if host is not None and others is not None:
         used = sum(inputs.busy_cores.get(r, 0.0) for r, h in hosts.items() if h == host)
         cores = inputs.node_cpus[host].core_count
-        parts.append(f"{cores} cores: the job {number_text(used)}, others {number_text(others)}")
+        parts.append(
+            f"{cores} cores: the job {units.number_text(used)}, others {units.number_text(others)}"
+        )
     if wait is not None:
-        waited = f"{ratio_text(wait)} of the time"
+        waited = f"{units.ratio_text(wait)} of the time"
         parts.append(f"rank {rank} was ready to run but had no CPU core {waited}")
     if inputs.stolen:
-        parts.append(f"steal {ratio_text(max(inputs.stolen.values()))}")
+        parts.append(f"steal {units.ratio_text(max(inputs.stolen.values()))}")
     return "; ".join(parts) or None
 
 
@@ -252,7 +248,7 @@ def stolen_notes(inputs: RuleInputs) -> tuple[str, ...]:
     if lost < STOLEN_NOTED_RATIO:
         return ()
     return (
-        f"the hypervisor gave the cores to other virtual machines {ratio_text(lost)} of the "
+        f"the hypervisor gave the cores to other virtual machines {units.ratio_text(lost)} of the "
         f"training time (steal), which makes steps longer",
     )
 
@@ -285,7 +281,7 @@ def find_larger_inputs(inputs: RuleInputs, rank: int) -> Finding | None:
         return None
     times = sizes[rank] / lower_median(sizes.values())
     return make_finding(
-        f", its inputs are {number_text(times)} times as large as theirs",
+        f", its inputs are {units.number_text(times)} times as large as theirs",
         "give all ranks inputs of equal cost: check how the sampler distributes samples "
         "over ranks (DistributedSampler), group samples by length, or cap tokens per batch; dealt "
         "evenly, the other ranks take over a part of the work: the time above is with that",
@@ -308,7 +304,7 @@ def _find_throttling(inputs: RuleInputs, rank: int) -> Finding | None:
         return None
     share, why = inputs.counted.of(worst)[rank], _THROTTLES[worst]
     return make_finding(
-        f", its GPU is slowed by {why} {ratio_text(share)} of the time",
+        f", its GPU is slowed by {why} {units.ratio_text(share)} of the time",
         f"check the GPU of rank {rank}: cooling, dust, its power limit (nvidia-smi -q -d "
         "PERFORMANCE,POWER); move the job off this node until then",
         (f"rank {rank}: slowed by {why}", share, "ratio"),
@@ -333,7 +329,7 @@ def _find_starvation(inputs: RuleInputs, rank: int, share: float) -> Finding | N
         return None
     why = _starvation_of(inputs, rank)
     remedy = f"give rank {rank} cores of its own, or run fewer threads and workers in it"
-    title = f", it waits for a core {ratio_text(wait)} of the time"
+    title = f", it waits for a core {units.ratio_text(wait)} of the time"
     own = (f"rank {rank}: waits for a core", wait, "ratio")
     found = make_finding(title, remedy, own, cause="waits_for_cores")
     if why is None:
@@ -356,7 +352,7 @@ def _find_faults(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
     # tuning guide, CPU specific optimizations.
     faults = inputs.counted.of("page_fault_count_per_s")
     beyond = _beyond(faults, rank) or 0.0
-    if not _mean_sizes(inputs) or beyond * FAULT_NS / NS_PER_S < DRIFT_PHASE_RATIO * share:
+    if not _mean_sizes(inputs) or beyond * FAULT_NS / units.NS_PER_S < DRIFT_PHASE_RATIO * share:
         return None
     own = faults.get(rank, 0.0)
     return make_finding(
@@ -407,7 +403,7 @@ def numa_placement(inputs: RuleInputs) -> Finding | str | None:
     for plural, single in _SINGULAR if len(found) == 1 else ():
         title = title.replace(plural, single)
     return make_finding(
-        f"{ranks_text([placement.rank for placement in found])} {title}",
+        f"{units.ranks_text([placement.rank for placement in found])} {title}",
         remedy,
         *(_placement_row(placement, worst) for placement in found[:_NAMED_RANKS]),
         severity="warning" if worst in ("cores", "memory") else "info",
@@ -478,16 +474,16 @@ def nfs_wait(inputs: RuleInputs, ranks: Collection[int], share: float) -> Findin
         return None
     queue, rtt = found.queue_ns, found.rtt_ns
     is_held = queue is not None and rtt is not None and queue > rtt
-    again = found.sent_again_per_s
+    again, point = found.sent_again_per_s, units.visible(found.point)
     known = (("RTT", rtt), ("queue", queue))
-    parts = ", ".join(f"{name} {duration_text(ns)}" for name, ns in known if ns is not None)
+    parts = ", ".join(f"{name} {units.duration_text(ns)}" for name, ns in known if ns is not None)
     return make_finding(
-        f"NFS {visible(found.point)}: a {found.kind} takes {duration_text(found.execute_ns)}"
+        f"NFS {point}: a {found.kind} takes {units.duration_text(found.execute_ns)}"
         + (f" ({parts})" if parts else "")
         + (": RPC slots full" if is_held else "")
-        + (f", {number_text(again)} requests a second sent again" if again else ""),
+        + (f", {units.number_text(again)} requests a second sent again" if again else ""),
         _SLOTS if is_held else _SERVER,
-        (f"{found.kind}s of NFS {visible(found.point)} a second", found.count_per_s, "count"),
+        (f"{found.kind}s of NFS {point} a second", found.count_per_s, "count"),
         ("such requests under way, on average", found.under_way, "count"),
         ("one of them", found.execute_ns, "ns"),
         ("waiting on this client to be sent", queue, "ns"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,10 +67,9 @@ class NodeNames:
 
 def read_named_nodes(log_dir: Path) -> NodeNames:
     """Reads the verdicts that were kept at the ends of runs, and the kept preflights."""
-    namings: list[Naming] = []
-    runs_of: dict[str, int] = {}
-    unjudged: list[str] = []
-    folders = find_runs(log_dir)
+    runs_of, folders = Counter[str](), find_runs(log_dir)
+    unjudged, preflights = list[str](), list(read_preflights(log_dir))
+    namings = [naming for each in preflights for naming in _of_preflight(each)]
     for folder in folders:
         run = RunPaths(folder)
         try:
@@ -77,23 +77,16 @@ def read_named_nodes(log_dir: Path) -> NodeNames:
         except HaiprofError:
             unjudged.append(folder.name)
             continue
-        for host, _ in run.node_folders():
-            runs_of[host] = runs_of.get(host, 0) + 1
+        runs_of.update(host for host, _ in run.node_folders())
         namings += _of_verdict(content, folder.name, start_ns)
-    preflights = list(read_preflights(log_dir))
-    namings += [naming for each in preflights for naming in _of_preflight(each)]
-    by_host: dict[str, list[Naming]] = {}
-    for naming in sorted(namings, key=lambda each: each.wall_ns):
-        by_host.setdefault(naming.host, []).append(naming)
-    nodes = [
-        NamedNode(
-            host=host,
-            run_count=runs_of.get(host, 0),
-            named_run_count=len({each.source for each in own if each.role != _PREFLIGHT}),
-            namings=tuple(own),
-        )
-        for host, own in by_host.items()
-    ]
+    by_host = defaultdict[str, list[Naming]](list)
+    for naming in sorted(namings, key=lambda each: (each.wall_ns, each.role == _PREFLIGHT)):
+        by_host[naming.host].append(naming)
+    nodes = []
+    for host, own in by_host.items():
+        named_in = {each.source for each in own if each.role != _PREFLIGHT}
+        nodes.append(NamedNode(host=host, run_count=runs_of[host], named_run_count=len(named_in),
+                               namings=tuple(own)))  # fmt: skip
     return NodeNames(
         nodes=tuple(sorted(nodes, key=lambda node: (-len(node.namings), node.host))),
         run_count=len(folders) - len(unjudged),

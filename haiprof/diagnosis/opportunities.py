@@ -16,20 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from haiprof.base.intervals import Bools, Floats, Ints
+from haiprof.run_analysis import ledger
 from haiprof.run_analysis.code_samples import CodeTree, Frame
-from haiprof.run_analysis.ledger import (
-    LINK_WAIT,
-    LOADER_WAIT,
-    MODEL_POSITIONS,
-    MODULE_FILE,
-    NO_CORE,
-    NO_LINE,
-    OPERATORS,
-    PYTHON,
-    UNKNOWN,
-    WORKER_LOADER,
-    TimeTable,
-)
 from haiprof.run_analysis.lines import (
     functions_of,
     innermost_stack,
@@ -71,9 +59,9 @@ _OWN_FILES = re.compile(r"/torch/optim/(?!swa_utils)|/torch/_dynamo/eval_frame\.
 """An optimizer, and the call of a compiled model: guards and what else it does around it."""
 _NOT_COMPILED = "DisableContext."
 """Around a function that is never compiled: whatever that is, it is not the model's for that."""
-_RESTART = re.compile(rf"{re.escape(WORKER_LOADER)}(?:__init__|_shutdown_workers|_reset)\Z")
+_RESTART = re.compile(rf"{re.escape(ledger.WORKER_LOADER)}(?:__init__|_shutdown_workers|_reset)\Z")
 """What starts and ends a DataLoader's workers."""
-_IN_LOADER = re.compile(re.escape(WORKER_LOADER))
+_IN_LOADER = re.compile(re.escape(ledger.WORKER_LOADER))
 _HANDED_OVER = "/torch/multiprocessing/reductions.py"
 """What takes batches from a DataLoader's workers, and their tensors over from another process."""
 RECOMPUTED, RECEIVED, RESTARTED = "recomputation", "receiving", "worker_start"
@@ -143,19 +131,19 @@ class _Line:
     calls: dict[int, _Function] = field(default_factory=dict)
 
 
-def mark_needed(table: TimeTable) -> TimeTable:
+def mark_needed(table: ledger.TimeTable) -> ledger.TimeTable:
     """The table in which the rows of the model's own work are known."""
-    own = _is_models_own(table) & (table.activity != NO_CORE) & ~_is_recomputed(table)
+    own = _is_models_own(table) & (table.activity != ledger.NO_CORE) & ~_is_recomputed(table)
     return replace(table, needed=own)
 
 
-def _is_recomputed(table: TimeTable) -> Bools:
+def _is_recomputed(table: ledger.TimeTable) -> Bools:
     """Per row: whether activation checkpointing runs a part of forward again for backward."""
     found: Bools = (table.position == BACKWARD) & table.tree.within(_CHECKPOINT_FILE)[table.stack]
-    return found & np.isin(table.work, (OPERATORS, PYTHON))
+    return found & np.isin(table.work, (ledger.OPERATORS, ledger.PYTHON))
 
 
-def _is_models_own(table: TimeTable) -> Bools:
+def _is_models_own(table: ledger.TimeTable) -> Bools:
     """The same, where what such work waits for a core is its own."""
     place = table.tree.place[table.stack]
     of_model = np.array([*(name in FRAMEWORKS for name in table.packages), True])[place]
@@ -165,26 +153,26 @@ def _is_models_own(table: TimeTable) -> Bools:
     ]
     is_own_call = table.tree.calls_libraries(np.array([*own_files, False]))[table.stack]
     is_own_call &= ~np.isin(table.position, (COMPILE, EVALUATION))
-    inside = np.isin(table.position, MODEL_POSITIONS)
+    inside = np.isin(table.position, ledger.MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
     of_module = np.array([*map(_calls_module, table.tree.frames), False])
     beside = np.isin(table.position, _WITH_ROLLOUTS) & table.tree.holds(of_module)[table.stack]
     if not _is_of_few(table, beside):
         inside |= beside
-    own = (table.work == OPERATORS) | ((table.work == PYTHON) & of_model)
-    own |= table.work == UNKNOWN
+    own = (table.work == ledger.OPERATORS) | ((table.work == ledger.PYTHON) & of_model)
+    own |= table.work == ledger.UNKNOWN
     if not (table.position == OPTIMIZER).any():  # parameters are updated by hand
         updates = np.array([*(".grad" in f.expression for f in table.tree.frames), False])
         inside |= (table.position != INPUT) & table.tree.holds(updates)[table.stack]
     own &= inside & ~in_hooks(table.tree)[table.stack]
-    found: Bools = own | (is_own_call & np.isin(table.work, (OPERATORS, PYTHON)))
+    found: Bools = own | (is_own_call & np.isin(table.work, (ledger.OPERATORS, ledger.PYTHON)))
     return found
 
 
 def _calls_module(frame: Frame) -> bool:
     """Whether a module runs in it: no `state_dict` or `load_state_dict`, which stand there, too."""
-    return MODULE_FILE in frame.file and "_call_impl" in frame.function
+    return ledger.MODULE_FILE in frame.file and "_call_impl" in frame.function
 
 
 def in_hooks(tree: CodeTree) -> Bools:
@@ -192,46 +180,42 @@ def in_hooks(tree: CodeTree) -> Bools:
 
     # A module calls its hooks as it calls `forward`, from other lines. Hooks of gradients are
     # called by the engine of backward alone, a Function's backward from torch/autograd/function.py.
-    def caller(stack: int) -> Frame | None:
-        outer = int(tree.place[tree.parent[stack]])
-        return tree.frames[outer] if outer >= 0 else None
-
-    stacks = range(1, len(tree.place))
-    named = [
-        stack for stack in stacks if tree.frames[tree.place[stack]].function.endswith("forward")
-    ]
-    forward = {(frame.file, frame.line) for frame in map(caller, named) if frame}
+    frames = [*tree.frames, Frame("", 0, "")]  # the last stands for none
+    callers = [frames[place] for place in tree.place[tree.parent].tolist()]
+    inner = [frames[place].function for place in tree.place.tolist()]
+    forward = {callers[stack][:2] for stack, name in enumerate(inner) if name.endswith("forward")}
     found = np.zeros(len(tree.place), dtype=np.bool_)
-    for stack in stacks:  # callers come first
-        outer = caller(stack)
-        found[stack] = found[tree.parent[stack]] or (
-            outer is not None and not tree.library[tree.place[stack]]
-            and (outer.function == "_engine_run_backward" or (
-                outer.file.endswith(MODULE_FILE) and (outer.file, outer.line) not in forward))
-        )  # fmt: skip
+    for stack in range(1, len(tree.place)):  # callers come first
+        outer = callers[stack]
+        is_hook = outer.function == "_engine_run_backward"
+        is_hook |= outer.file.endswith(ledger.MODULE_FILE) and outer[:2] not in forward
+        is_own = not tree.library[tree.place[stack]]
+        found[stack] = found[tree.parent[stack]] or (is_hook and is_own)
     return found
 
 
-def _is_of_few(table: TimeTable, rows: Bools) -> bool:
+def _is_of_few(table: ledger.TimeTable, rows: Bools) -> bool:
     """Whether ranks do without what others do: what one evaluates is no part of the model."""
     each = np.unique(table.rank, return_inverse=True)[1]
     ns = np.bincount(each, np.where(rows, table.ns, 0.0))
     return bool(ns.min(initial=np.inf) < _HARDLY * ns.max(initial=0.0))
 
 
-def lacks_line(table: TimeTable) -> Bools:
+def lacks_line(table: ledger.TimeTable) -> Bools:
     """Per row: whether no line of code is its cause, whatever the samples were in."""
     # A collective that the job itself calls has a line; so has waiting for a core amid code that a
     # change removes, and for the batches of an evaluation.
-    has_line = (table.activity == LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
-    has_work = table.work != NO_CORE
-    has_line |= (table.activity == NO_CORE) & ~_is_models_own(table) & has_work
-    has_line |= (table.activity == LOADER_WAIT) & (table.position == EVALUATION)
-    lacking: Bools = np.isin(table.activity, NO_LINE) & ~has_line
+    has_line = (table.activity == ledger.LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
+    has_work = table.work != ledger.NO_CORE
+    has_line |= (table.activity == ledger.NO_CORE) & ~_is_models_own(table) & has_work
+    has_line |= (table.activity == ledger.LOADER_WAIT) & (table.position == EVALUATION)
+    lacking: Bools = np.isin(table.activity, ledger.NO_LINE) & ~has_line
     return lacking
 
 
-def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> list[Opportunity]:
+def find_opportunities(
+    table: ledger.TimeTable, known: Sequence[Opportunity] = ()
+) -> list[Opportunity]:
     """All beside the known ones, in no order; what is needed (`mark_needed`) is in none."""
     free = ~table.needed & (table.ns > 0)
     for each in known:
@@ -250,11 +234,11 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
 
     lineless = lacks_line(table)
     is_input = table.position == INPUT
-    own = is_input & (~lineless | (table.activity == LOADER_WAIT))
+    own = is_input & (~lineless | (table.activity == ledger.LOADER_WAIT))
     found = [*take_at(_holds(table, _RESTART) & own, RESTARTED)]
     found += [
         replace(opportunity(table, rows, None), activity=activity)
-        for activity in NO_LINE
+        for activity in ledger.NO_LINE
         if len(rows := take((table.activity == activity) & lineless))
     ]
     found += take_at(_holds(table, _SAVES), SAVED)
@@ -270,28 +254,28 @@ def find_opportunities(table: TimeTable, known: Sequence[Opportunity] = ()) -> l
     return [*found, *_of_code(table, free)]
 
 
-def join_restarts(table: TimeTable, found: Sequence[Opportunity]) -> list[Opportunity]:
+def join_restarts(table: ledger.TimeTable, found: Sequence[Opportunity]) -> list[Opportunity]:
     """The same where starting and ending workers is one opportunity with the wait for them."""
     kept, rows = list[Opportunity](), list[Ints]()
     for each in found:
-        if each.key == RESTARTED or (each.activity == LOADER_WAIT and each.at is None):
+        if each.key == RESTARTED or (each.activity == ledger.LOADER_WAIT and each.at is None):
             rows.append(each.rows)
         else:
             kept.append(each)
     joined = [opportunity(table, np.concatenate(rows), None)] if rows else []
-    return kept + [replace(each, activity=LOADER_WAIT) for each in joined]
+    return kept + [replace(each, activity=ledger.LOADER_WAIT) for each in joined]
 
 
 def join_worker_cores(
-    table: TimeTable, found: Sequence[Opportunity], share: float
-) -> tuple[TimeTable, list[Opportunity]]:
+    table: ledger.TimeTable, found: Sequence[Opportunity], share: float
+) -> tuple[ledger.TimeTable, list[Opportunity]]:
     """Waiting for batches with that share of the wait for a core, where it is the longer one.
 
     What makes the batches cheaper leaves these cores to the training thread, too.
     """
     batches, cores = (
         next((each for each in found if each.at is None and each.activity == activity), None)
-        for activity in (LOADER_WAIT, NO_CORE)
+        for activity in (ledger.LOADER_WAIT, ledger.NO_CORE)
     )
     if not batches or not cores or not share:
         return table, list(found)
@@ -302,7 +286,7 @@ def join_worker_cores(
     return table, [joined if each is batches else each for each in found]
 
 
-def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportunity:
+def opportunity(table: ledger.TimeTable, rows: Ints, at: CodePlace | None) -> Opportunity:
     """Some rows, by what most of their time is."""
     ns = table.ns[rows]
     return Opportunity(
@@ -313,7 +297,7 @@ def opportunity(table: TimeTable, rows: Ints, at: CodePlace | None) -> Opportuni
     )
 
 
-def _main_position(table: TimeTable, rows: Ints | list[int]) -> int:
+def _main_position(table: ledger.TimeTable, rows: Ints | list[int]) -> int:
     return int(np.bincount(table.position[rows], table.ns[rows]).argmax())
 
 
@@ -328,7 +312,7 @@ def main_place(tree: CodeTree, stacks: Ints, weight: Floats) -> CodePlace | None
     return code_place(tree, int(inner[place == most - 1][0]))
 
 
-def _find_checkpointing(table: TimeTable) -> CodePlace | None:
+def _find_checkpointing(table: ledger.TimeTable) -> CodePlace | None:
     """The job's line that has most of its forward checkpointed; None where forward shows none."""
     tree, time = table.tree, dict[int, float]()
     inner = innermost_stack(tree)
@@ -358,7 +342,7 @@ def code_place(tree: CodeTree, stack: int) -> CodePlace | None:
     return CodePlace(file=file, line=line, function=function, callers=tuple(callers))
 
 
-def _of_code(table: TimeTable, free: Bools) -> Iterator[Opportunity]:
+def _of_code(table: ledger.TimeTable, free: Bools) -> Iterator[Opportunity]:
     """Nodes of the call tree; those of one function and position are one."""
     numbers = functions_of(table.tree)[1]
     walk = _Walk(table=table, free=free, models=_model_functions(table, numbers))
@@ -371,20 +355,20 @@ def _of_code(table: TimeTable, free: Bools) -> Iterator[Opportunity]:
         yield opportunity(table, np.array(numbered), code_place(table.tree, line.stack))
 
 
-def _takes_over(table: TimeTable) -> Bools:
+def _takes_over(table: ledger.TimeTable) -> Bools:
     """Per row: whether a batch that a loader's worker made is taken over in it."""
     files = np.array([*(_HANDED_OVER in frame.file for frame in table.tree.frames), False])
     return table.tree.holds(files)[table.stack] | _holds(table, _IN_LOADER)
 
 
-def _holds(table: TimeTable, functions: re.Pattern[str]) -> Bools:
+def _holds(table: ledger.TimeTable, functions: re.Pattern[str]) -> Bools:
     """Per row: whether it is in or below one of some functions."""
     named = (functions.match(frame.function) is not None for frame in table.tree.frames)
     found: Bools = table.tree.holds(np.array([*named, False]))[table.stack]
     return found
 
 
-def _grow(table: TimeTable, numbers: Ints) -> _Function:
+def _grow(table: ledger.TimeTable, numbers: Ints) -> _Function:
     """The call tree of the job's own frames, with the table's rows in it."""
     tree = table.tree
     root = _Function(key=-1, outer=None)
@@ -422,16 +406,18 @@ def _line_of(tree: CodeTree, numbers: Ints, lines: dict[int, _Line], stack: int)
     return line
 
 
-def _model_functions(table: TimeTable, numbers: Ints) -> set[int]:
+def _model_functions(table: ledger.TimeTable, numbers: Ints) -> set[int]:
     """Functions of the job that the model's forward runs: an evaluation is not named by these."""
     tree = table.tree
     found: set[int] = set()
-    inside = np.unique(table.stack[(table.position == FORWARD) & (table.activity == OPERATORS)])
+    inside = np.unique(
+        table.stack[(table.position == FORWARD) & (table.activity == ledger.OPERATORS)]
+    )
     for stack in inside.tolist():
         below: set[int] = set()
         for at in tree.outwards(stack):
             frame = int(tree.place[at])
-            if tree.frames[frame].file.endswith(MODULE_FILE):
+            if tree.frames[frame].file.endswith(ledger.MODULE_FILE):
                 found |= below
                 below.clear()
             elif not tree.library[frame]:
@@ -443,7 +429,7 @@ def _model_functions(table: TimeTable, numbers: Ints) -> set[int]:
 class _Walk:
     """From the script inwards."""
 
-    table: TimeTable
+    table: ledger.TimeTable
     free: Bools
     models: set[int]
     _drivers: dict[int, bool] = field(default_factory=dict)
@@ -527,7 +513,7 @@ class _Walk:
         if function.key not in self.models:
             return None
         rows = np.array(function.rows)
-        inside = rows[np.isin(self.table.position[rows], MODEL_POSITIONS)]
+        inside = rows[np.isin(self.table.position[rows], ledger.MODEL_POSITIONS)]
         is_trained = self._time(inside) > 0.5 * self._time(rows)
         return None if is_trained else function.outer
 

@@ -194,14 +194,14 @@ def _judge(attempts: Sequence[Attempt], hosts: frozenset[str]) -> Iterator[_Judg
     none = f"none of {len(earlier)} earlier deaths was like it" if earlier else "its first death"
     if alike:
         none = f"{len(alike)} of {len(earlier)} earlier deaths had the same cause"
-    text = f"{none}: a restart may get past it, nothing shows that it fails the same way again"
+    text = ", nothing shows that it fails the same way again"
     if last.line is not None and last.cause in ("exception", "crash"):
-        text = f"{none}: a restart may get past it if the machine, the network or the order of the "
-        text += f"data caused it; a second death at {last.line} is a STOP"
+        text = " if the machine, the network or the order of the data caused it; a second death at "
+        text += f"{last.line} is a STOP"
     if last.cause == "deadlock":
-        text = f"{none}: a restart may get past it, as which thread comes first is chance; for "
-        text += "good, change how the locks are taken: a second death at that line is a STOP"
-    yield "RESTART", (), "not_repeated", text
+        text = ", as which thread comes first is chance; for good, change how the locks are taken: "
+        text += "a second death at that line is a STOP"
+    yield "RESTART", (), "not_repeated", f"{none}: a restart may get past it{text}"
 
 
 def _attempts(frames: RunFrames) -> list[Attempt]:
@@ -300,20 +300,19 @@ def runs_of_job(run: RunPaths) -> tuple[list[Path], str]:
     """All runs of a run's job, oldest first, and what they have in common, for people."""
     # Where nothing but the command names the job, a run that ended well is the end of it.
     own = read_manifest(run)
-    others, at = runs_beside(run, own), own.start_wall_ns
+    at = JobRun(own.start_wall_ns, own.exit_status == 0, run.root)
+    runs = sorted([at, *runs_beside(run, own)])
     if own.options.get("run_id"):
         why = f"--run-id {own.options['run_id']}"
     elif own.environment.get("slurm_job"):
         why = f"job {own.environment['slurm_job']} of Slurm"
     else:
         why = "the same command in the same folder, up to a run that ended well"
-        ends = [other.start_ns for other in others if other.went_well]
-        before = max((start for start in ends if start < at), default=-1)
-        after = min((start for start in ends if start > at), default=1 << 63)
-        after = at if own.exit_status == 0 else after
-        others = [other for other in others if before < other.start_ns <= after]
-    own_run = JobRun(at, own.exit_status == 0, run.root)
-    return [each.folder for each in sorted([own_run, *others])], why
+        ends = [each.start_ns for each in runs if each.went_well]
+        before = max((start for start in ends if start < at.start_ns), default=-1)
+        after = min((start for start in ends if start >= at.start_ns), default=1 << 63)
+        runs = [each for each in runs if before < each.start_ns <= after]
+    return [each.folder for each in runs], why
 
 
 def job_goodput(runs: Sequence[Path]) -> Goodput:

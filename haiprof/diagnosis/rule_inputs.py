@@ -12,15 +12,8 @@ from haiprof.base.units import NS_PER_S, ranks_text
 from haiprof.diagnosis.thresholds import SHORT_RUN_S, UNTRACED_MIN_RATIO, warm_up_steps
 from haiprof.diagnosis.traced_window import TracedWindow, traced_window
 from haiprof.diagnosis.verdict import Finding
+from haiprof.run_analysis import counter_summaries, step_frame
 from haiprof.run_analysis.code_samples import CodeSamples
-from haiprof.run_analysis.counter_summaries import (
-    CounterAverages,
-    MountRequests,
-    average_counters,
-    host_windows,
-    mount_requests,
-    training_spans,
-)
 from haiprof.run_analysis.gpu_memory import GpuMemorySeries, gpu_memory_series
 from haiprof.run_analysis.parallelism import Layout, find_layout
 from haiprof.run_analysis.printed_lines import Output, printed_output
@@ -29,12 +22,6 @@ from haiprof.run_analysis.reactions import Reaction, reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer, number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.settings import Placement, RankSettings, placements, sharing_groups
-from haiprof.run_analysis.step_frame import (
-    STEP_PHASES,
-    by_attempt,
-    last_attempts,
-    untrained_boundary,
-)
 
 _SIZE_SCHEMA = {
     "rank": pl.Int64, "root": pl.Int64, "time_ns": pl.Int64, "number_count": pl.Int64
@@ -91,9 +78,9 @@ class RuleInputs:
     """
     trained_ns: Mapping[int, float]
     """Time in training steps of each rank, the first ones included."""
-    counted: CounterAverages
+    counted: counter_summaries.CounterAverages
     """More counters of ranks and nodes."""
-    mounts: tuple[MountRequests, ...]
+    mounts: tuple[counter_summaries.MountRequests, ...]
     """Requests of NFS mounts meanwhile; those of which most were under way come first."""
     pauses: pl.DataFrame
     """Collector pauses and checkpoint saves while judged steps ran; columns of `phase_frame`."""
@@ -146,7 +133,9 @@ class RuleInputs:
 
     def load_samples(self, rank: int) -> CodeSamples:
         """Sampled stacks of a rank while its judged steps ran."""
-        begin, end = training_spans([self.by_rank[rank]]).select("begin", "end").row(0)
+        begin, end = (
+            counter_summaries.training_spans([self.by_rank[rank]]).select("begin", "end").row(0)
+        )
         samples = self.analyzer.code_samples({rank})
         return samples.take((samples.time_ns >= begin) & (samples.time_ns <= end))
 
@@ -181,25 +170,23 @@ def gather_inputs(
 ) -> RuleInputs:
     """Gathers what rules judge by from the frames of a run, and from its traces up to a size."""
     steps = analyzer.steps()
-    own_steps = by_attempt(last_attempts(steps))
+    own_steps = step_frame.by_attempt(step_frame.last_attempts(steps))
     parts = dict(sorted((rank, part) for (rank, _), part in own_steps))
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
     folded = analyzer.blocks({r: int(part["attempt"][0]) for r, part in parts.items() if len(part)})
     own = parts if since is None else {rank: part.filter(since) for rank, part in parts.items()}
-    judged = {
-        rank: untraced_steps(part) if since is not None
-        else untraced_steps(part) if rank in folded else judged_steps(part)
-        for rank, part in own.items()
-    }  # fmt: skip
+    warm = {rank for rank in own if since is None and rank not in folded}
+    judged = {r: (judged_steps if r in warm else untraced_steps)(part) for r, part in own.items()}
     by_rank = {rank: part for rank, part in judged.items() if part.height}
-    spans = training_spans(by_rank.values())
-    windows = host_windows(spans, analyzer.ranks())
-    pauses = _of_judged(analyzer.pauses(), spans)
+    spans = counter_summaries.training_spans(by_rank.values())
+    windows = counter_summaries.host_windows(spans, analyzer.ranks())
+    pauses = analyzer.pauses().join(spans, on=["rank", "attempt"])  # that began while steps ran
+    inside = pl.col("start_ns").is_between(pl.col("begin"), pl.col("end"))
     # Counters of other attempts are another job's.
     attempts = set(spans.select("rank", "attempt").rows())
     ours = tuple(r for r in analyzer.files.ranks if (r.rank, r.attempt) in attempts)
     ours_alone = replace(analyzer.files, ranks=ours)
-    counted = average_counters(ours_alone, spans.drop("attempt"), windows)
+    counted = counter_summaries.average_counters(ours_alone, spans.drop("attempt"), windows)
     main_cores = counted.of("cpu_main_cores")
     node_cpus = {h: _node_cpu(list(counted.nodes.get(h, {}).values())) for h in windows["host"]}
     first = [
@@ -222,7 +209,7 @@ def gather_inputs(
         busy_cores=counted.of("cpu_cores"),
         core_waits=counted.of("run_queue_wait_ratio"),
         counted=counted,
-        mounts=mount_requests(ours_alone, windows),
+        mounts=counter_summaries.mount_requests(ours_alone, windows),
         placements=placements(analyzer.files),
         node_cpus=node_cpus,
         stolen=_steal_ratios(analyzer.ranks(), main_cores, node_cpus),
@@ -231,7 +218,7 @@ def gather_inputs(
             + (float(folded[rank].step_ns.sum()) if rank in folded else 0.0)
             for rank, part in parts.items()
         },
-        pauses=_within(pauses, spans),
+        pauses=pauses.filter(inside).drop("begin", "end"),
         loading=_of_judged(analyzer.loading(), spans),
         settings=analyzer.settings(),
         **_read_events(analyzer.files, dict(spans.select("rank", "attempt").rows())),
@@ -239,7 +226,7 @@ def gather_inputs(
         reactions=tuple(reactions(analyzer.files)),
         output=printed_output(analyzer.files),
         layout=find_layout(analyzer.files),
-        marked_by=untrained_boundary(steps),
+        marked_by=step_frame.untrained_boundary(steps),
     )
 
 
@@ -266,12 +253,6 @@ def untraced_steps(settled: pl.DataFrame) -> pl.DataFrame:
 def _of_judged(frame: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
     """Rows of the attempts whose steps are judged: a job beside it has others."""
     return frame.join(spans.select("rank", "attempt"), on=["rank", "attempt"], how="semi")
-
-
-def _within(pauses: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
-    """Pauses that began while their rank's steps ran."""
-    inside = pl.col("start_ns").is_between(pl.col("begin"), pl.col("end"))
-    return pauses.join(spans.drop("attempt"), on="rank").filter(inside).drop("begin", "end")
 
 
 def _steal_ratios(
@@ -326,20 +307,19 @@ def _read_events(files: RunFiles, judged: Mapping[int, int]) -> dict[str, Any]:
         if judged.get(rank.rank, rank.attempt) == rank.attempt
     }
     loaders = {n: line for n, rank in last.items() for line in rank.of_type("dataloader")[:1]}
-    workers = {n: integer(line.get("workers")) for n, line in loaders.items()}
+    workers, batches = (
+        {n: count for n, line in loaders.items() if (count := integer(line.get(name))) is not None}
+        for name in ("workers", "batch_size")
+    )
     sizes = [row for number, rank in last.items() for row in _input_sizes(number, rank)]
-    memory: dict[str, Mapping[int, Any]] = {
-        "allocator": {n: grown for n, rank in last.items() if (grown := _allocator(rank))},
-        "gpu_memory": gpu_memory_series(files),
-    }
+    grown = {n: found for n, rank in last.items() if n in judged and (found := _allocator(rank))}
     return {
-        "batch_sizes": {
-            n: size for n, line in loaders.items() if (size := integer(line.get("batch_size")))
-        },
-        "loader_workers": {n: count for n, count in workers.items() if count is not None},
+        "batch_sizes": {n: size for n, size in batches.items() if size},
+        "loader_workers": workers,
         "iterable": frozenset(n for n, line in loaders.items() if line.get("iterable") is True),
         "input_sizes": pl.DataFrame(sizes, schema=_SIZE_SCHEMA, orient="row"),
-        **{name: {n: own[n] for n in own if n in judged} for name, own in memory.items()},
+        "allocator": grown,
+        "gpu_memory": {n: own for n, own in gpu_memory_series(files).items() if n in judged},
     }
 
 
@@ -357,11 +337,10 @@ def _input_sizes(number: int, rank: RankFiles) -> list[tuple[int, int, int, int]
 def _allocator(rank: RankFiles) -> tuple[int, int, int] | None:
     """Growth from the first line to the last: what came before them was warm-up."""
     lines = rank.of_type("allocator")
-    if len(lines) < 2:
-        return None
     names = ("retry_count", "oom_count", "time_ns")
-    first, last = ([integer(line.get(name)) for name in names] for line in (lines[0], lines[-1]))
-    grown = [b - a for a, b in zip(first, last, strict=True) if a is not None and b is not None]
+    ends = ([integer(line.get(name)) for name in names] for line in (*lines[:1], *lines[1:][-1:]))
+    pairs = zip(*ends, strict=True)
+    grown = [b - a for a, b in pairs if a is not None and b is not None] if len(lines) > 1 else []
     return (grown[0], grown[1], grown[2]) if len(grown) == len(names) else None
 
 
@@ -384,4 +363,4 @@ def usual_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float 
 
     What is paid at every Nth step counts in full; None: a phase has no value on that clock.
     """
-    return {phase: number(steps[f"{phase}_{clock}_ns"].mean()) for phase in STEP_PHASES}
+    return {phase: number(steps[f"{phase}_{clock}_ns"].mean()) for phase in step_frame.STEP_PHASES}

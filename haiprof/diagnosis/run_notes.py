@@ -10,16 +10,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from haiprof.base import units
 from haiprof.base.ledger import GROWING, PROBLEM_RATIO, Ledger
 from haiprof.base.log_addresses import shown_path
-from haiprof.base.units import (
-    NS_PER_S,
-    bytes_text,
-    duration_text,
-    number_text,
-    ranks_text,
-    ratio_text,
-)
 from haiprof.diagnosis.machine_causes import DRIFT_PHASE_RATIO, NEIGHBOURS, starvation
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import UNTRACED_MIN_RATIO
@@ -168,19 +161,19 @@ def _slow_step_lines(frame: pl.DataFrame) -> Iterable[str]:
         _most(frame[name]) for name in ("cost_ratio", "memory_bytes", "slow_count", "kept_count")
     )
     disk, share = int(frame["kept_bytes"].sum() or 0), seen / steps
-    line = f"watched for slow steps: {seen:,} of {steps:,} steps ({ratio_text(share)})"
+    line = f"watched for slow steps: {seen:,} of {steps:,} steps ({units.ratio_text(share)})"
     if cost is not None:
-        line += f" for {ratio_text(cost)} of the time"
+        line += f" for {units.ratio_text(cost)} of the time"
         line += "" if budget is None else f" (--slow-cost {budget:g})"
-    line += "" if memory is None else f", at most {bytes_text(memory)} of memory per rank"
-    yield line + (f", {bytes_text(disk)} of disk before compression" if disk else "")
+    line += "" if memory is None else f", at most {units.bytes_text(memory)} of memory per rank"
+    yield line + (f", {units.bytes_text(disk)} of disk before compression" if disk else "")
     if slow is not None and kept is not None:
         line = f"{_number(slow, 'slow step')} on the rank with most, {_number(kept, 'window')} kept"
         if limit is not None and kept >= limit:
             line += f", as many as --repeat {limit} asks for: no later step was watched"
         yield line + _more(most, share)
     for (reason,), rows in frame.drop_nulls("refused").group_by("refused", maintain_order=True):
-        yield f"{ranks_text(rows['rank'].to_list())}: not watched at the end: {reason}"
+        yield f"{units.ranks_text(rows['rank'].to_list())}: not watched at the end: {reason}"
 
 
 def _number(count: float, what: str) -> str:
@@ -191,7 +184,7 @@ def _more(most: Mapping[str, Any], share: float) -> str:
     """With which chance one slow step is caught, and which option makes that larger."""
     if share >= _NEARLY_ALL:
         return ""
-    line = f"; one that comes once is caught with a chance of {ratio_text(share)}"
+    line = f"; one that comes once is caught with a chance of {units.ratio_text(share)}"
     cost_ns, usual_ns = most["cost_ns"], most["usual_ns"]
     if not (cost_ns and usual_ns and most["watched_count"]):
         return line + ": a higher --slow-cost watches more"
@@ -210,10 +203,10 @@ def _stored_windows(windows: pl.DataFrame, run: RunPaths) -> Iterable[str]:
             steps = f"step {first}" if last == first else f"steps {first} to {last}"
         files += rows["et_path"].drop_nulls().len()
         size = int(rows["bytes"].sum() or 0) + int(rows["et_bytes"].sum() or 0)
-        line = f"{steps} on {ranks_text(rows['rank'].to_list())}: "
-        line += f"{files} {'file' if files == 1 else 'files'}, {bytes_text(size)}, in {run.traces}"
+        line = f"{steps} on {units.ranks_text(rows['rank'].to_list())}: "
+        line += f"{_number(files, 'file')}, {units.bytes_text(size)}, in {run.traces}"
         if rows["stall_ns"].max() is not None:
-            line += f"; training stopped for {duration_text(_most(rows['stall_ns']))} at most"
+            line += f"; training stopped for {units.duration_text(_most(rows['stall_ns']))} at most"
         if trigger == "slow":
             line += "; kept because a step was slow"
         yield line + (f"; {state}: {reason}" if reason else "")
@@ -222,7 +215,7 @@ def _stored_windows(windows: pl.DataFrame, run: RunPaths) -> Iterable[str]:
 def _others(windows: pl.DataFrame) -> Iterable[str]:
     """Windows without a file, by why."""
     for (state, reason), rows in windows.group_by("state", "reason", maintain_order=True):
-        who = ranks_text(rows["rank"].to_list())
+        who = units.ranks_text(rows["rank"].to_list())
         if state == "dropped":
             yield f"{rows.height} windows of {who} not kept: {reason or 'no step was slow'}"
         elif state in ("recorded", "cut"):
@@ -270,14 +263,14 @@ def reacted_lines(inputs: RuleInputs, ledger: Ledger | None) -> Iterator[str]:
         see = f": haiprof trace report {shown_path(run.root)} --window {each.window}"
         times = _inputs_grew(inputs.input_sizes, each)
         if grown and times and times - 1 >= grown / 2:
-            why = [f"its inputs are {number_text(times)} times as large from then on"]
+            why = [f"its inputs are {units.number_text(times)} times as large from then on"]
         else:
             starved, why = starvation(inputs), [grown_phase(inputs, each, positions)]
             if starved is not None and starved.rule == NEIGHBOURS:
                 why.append("other processes use the CPUs, too: it may be theirs")
         yield (
-            f"step {each.step} on became {ratio_text(grown)} slower on rank {each.rank} "
-            f"({duration_text(before)} to {duration_text(after)}) at "
+            f"step {each.step} on became {units.ratio_text(grown)} slower on rank {each.rank} "
+            f"({units.duration_text(before)} to {units.duration_text(after)}) at "
             + "; ".join(filter(None, [_clock_text(each.since_wall_ns), *why, said]))
             + ("" if each.window is None else see)
         )
@@ -332,7 +325,7 @@ def _inputs_grew(sizes: pl.DataFrame, reaction: Reaction) -> float | None:
 
 def _clock_text(wall_ns: int) -> str:
     """`14:02:11` in the reader's time zone."""
-    return time.strftime("%H:%M:%S", time.localtime(wall_ns / NS_PER_S))
+    return time.strftime("%H:%M:%S", time.localtime(wall_ns / units.NS_PER_S))
 
 
 def late_start_notes(analyzer: RunFrames) -> Iterator[str]:
@@ -347,11 +340,12 @@ def late_start_notes(analyzer: RunFrames) -> Iterator[str]:
     if found.at is not None:
         why = f"meanwhile at {found.at}"
     elif process_ns is not None and 2 * process_ns > found.wait_ns:
-        why = f"the process had begun {duration_text(process_ns)} after theirs: see its launcher"
+        late = units.duration_text(process_ns)
+        why = f"the process had begun {late} after theirs: see its launcher"
+    late, waited = units.ranks_text(found.late), units.ranks_text(found.waited)
     yield (
-        f"{ranks_text(found.late)} came {duration_text(found.wait_ns)} late to init_process_group: "
-        f"{ranks_text(found.waited)} waited for {them}, {ratio_text(found.wait_ns / wall_ns)} of "
-        f"the run; {why}"
+        f"{late} came {units.duration_text(found.wait_ns)} late to init_process_group: {waited} "
+        f"waited for {them}, {units.ratio_text(found.wait_ns / wall_ns)} of the run; {why}"
     )
 
 
@@ -383,5 +377,5 @@ def attempt_notes(steps: pl.DataFrame) -> Iterator[str]:
             gap = max(0, int(rows["begin"][-1]) - int(rows["end"][-2]))
             yield (
                 f"rank {rank} was started {rows.height} times ({counts} steps): only the last "
-                f"start is evaluated, {duration_text(gap)} after the step before it"
+                f"start is evaluated, {units.duration_text(gap)} after the step before it"
             )

@@ -39,15 +39,7 @@ from haiprof.run_analysis.step_positions import (
     OPTIMIZER,
     PREPARE,
 )
-from haiprof.run_format.stack_lines import (
-    INDEPENDENT,
-    LAYERS,
-    LOCK_HELD,
-    LOCK_UNKNOWN,
-    NO_GRAD,
-    OPERATIONS_BIT,
-    RECURRENCE,
-)
+from haiprof.run_format import stack_lines
 
 SMALL_OPERATORS = "many_small_operators"
 Line = tuple[str, int, str]
@@ -76,6 +68,7 @@ _NO_GRAD_FILE = "/torch/utils/_contextlib.py"
 _UNSURE = 0.25
 """Of a loop's time, what the operators may still take that stand in its place. Own choice."""
 _TRAINING = (INPUT, PREPARE, FORWARD, LOSS, BACKWARD, GRADIENTS, OPTIMIZER, AFTER_STEP)
+_PARTS = ((FORWARD, LOSS), (BACKWARD,), (OPTIMIZER,))
 _INSIDE = 0.95
 """A loop with less of its time there is no part of forward, of backward or of the optimizer."""
 
@@ -127,7 +120,7 @@ def find_loops(
         frames = [table.tree.frames[at] for at in np.unique(table.tree.place[inner[inner > 0]])]
         places = {frame[:2] for frame in frames}
         is_recorded = has_gradients(table, rows)  # else numbers may take the tensors' place
-        has_price, called = not kinds[number] & RECURRENCE or not is_recorded, None
+        has_price, called = not kinds[number] & stack_lines.RECURRENCE or not is_recorded, None
         if lines is not None and not has_price:
             count, spent_ns = operators_of(lines, places)
             called = (count, spent_ns / count) if count else None
@@ -142,13 +135,13 @@ def find_loops(
             forward_ns -= own_ns
             part = _BACKWARD * own_ns / (_BACKWARD * own_ns + max(forward_ns, 0.0))
         at, behind = code_place(table.tree, most), np.flatnonzero(_is_of_autograd(table))
-        if not has_price:
+        if not has_price and at is not None:
             ns = share * (time.mean_of(table, rows) + part * time.mean_of(table, behind))
-            kind = kinds[number] & LAYERS
-            if at is not None:
-                told.recurrences.append(
-                    Recurrence(at=at, kind=kind, ns=ns, has_backward=part > 0, called=called)
-                )
+            kind, has_backward = kinds[number] & stack_lines.LAYERS, part > 0
+            told.recurrences.append(
+                Recurrence(at=at, kind=kind, ns=ns, has_backward=has_backward, called=called)
+            )
+        if not has_price:
             continue
         if lines is not None:
             told.shares = [each for each in told.shares if each not in own]
@@ -160,9 +153,9 @@ def find_loops(
         if share < 1.0:
             table, _ = table.split(rows, 1.0 - share, needed=True)
         table = replace(table, needed=table.needed & ~np.isin(np.arange(len(table.ns)), rows))
-        one = opportunity(table, rows, at)
         unsure_ns = _UNSURE * time.mean_of(table, rows)
-        told.found.append(replace(one, key=SMALL_OPERATORS, unsure_ns=unsure_ns))
+        one = replace(opportunity(table, rows, at), key=SMALL_OPERATORS, unsure_ns=unsure_ns)
+        told.found.append(one)
     return table, told
 
 
@@ -177,7 +170,7 @@ def _in_loop(tree: CodeTree, loops: Ints, stack: int) -> int:
 def has_gradients(table: TimeTable, rows: Ints) -> bool:
     """Whether autograd records most of what some rows of forward do."""
     tree = table.tree
-    loop = np.array([*(frame.loop_kind & NO_GRAD > 0 for frame in tree.frames), False])
+    loop = np.array([*(frame.loop_kind & stack_lines.NO_GRAD > 0 for frame in tree.frames), False])
     without = (tree.within(_NO_GRAD_FILE) | tree.holds(loop))[table.stack[rows]]
     return bool(table.ns[rows][without].sum() <= table.ns[rows].sum() / 2)
 
@@ -200,14 +193,14 @@ def _loop_rows(
     works = (loop > 0) & np.isin(table.work, (OPERATORS, PYTHON)) & (table.activity != NO_CORE)
     frees = np.array([*(_FREES.search(f.function) is not None for f in table.tree.frames), False])
     works &= ~table.tree.holds(frees)[table.stack]
-    held = np.append(samples.lock_wait, LOCK_UNKNOWN)[table.sample] == LOCK_HELD
+    held = (
+        np.append(samples.lock_wait, stack_lines.LOCK_UNKNOWN)[table.sample]
+        == stack_lines.LOCK_HELD
+    )
     for each in np.unique(loop[works]).tolist():
         inside = np.flatnonzero(works & (loop == each))
         training = inside[np.isin(table.position[inside], _TRAINING)]
-        parts = [
-            training[np.isin(table.position[training], of)]
-            for of in ((FORWARD, LOSS), (BACKWARD,), (OPTIMIZER,))
-        ]
+        parts = (training[np.isin(table.position[training], of)] for of in _PARTS)
         rows = max(parts, key=lambda part: float(table.ns[part].sum()))
         ns = table.ns[rows]
         whole = float(ns.sum())
@@ -218,7 +211,7 @@ def _loop_rows(
         if of_operators < _OF_OPERATORS or ratio < _LEAST_HELD:
             continue
         mean_ns = time.mean_of(table, rows)
-        rounds = mean_ns * ratio / _CALL_HELD_NS / max(kinds[each] >> OPERATIONS_BIT, 1)
+        rounds = mean_ns * ratio / _CALL_HELD_NS / max(kinds[each] >> stack_lines.OPERATIONS_BIT, 1)
         if mean_ns >= _LOOP_NS and rounds >= _FEW_ROUNDS:
             yield each, rows, min(ratio / _SMALL_HELD, 1.0)
 
@@ -236,8 +229,8 @@ def _loops_of(tree: CodeTree) -> tuple[Ints, list[int]]:
         frame = tree.frames[tree.place[stack]]
         outer = int(found[tree.parent[stack]])
         if MODULE_FILE in frame.file:
-            outer = outer if kinds[outer] & RECURRENCE else 0
-        if frame.loop and kinds[outer] & LAYERS != INDEPENDENT:
+            outer = outer if kinds[outer] & stack_lines.RECURRENCE else 0
+        if frame.loop and kinds[outer] & stack_lines.LAYERS != stack_lines.INDEPENDENT:
             outer = known.setdefault((frame.file, frame.loop, frame.loop_kind), len(kinds))
             kinds += [frame.loop_kind] if outer == len(kinds) else []
         found[stack] = outer
@@ -286,13 +279,10 @@ def _shares(lines: pl.DataFrame, plain_ns: float) -> list[tuple[Line, float]]:
     if not whole:
         return []
     found = (
-        net.drop_nulls("file")
-        .group_by("file", "line", "function")
-        .agg(share=pl.col("ns").sum() / whole)
-        .filter(pl.col("share") >= _LEAST_SHARE)
-        .sort("share", "file", "line", descending=[True, False, False])
+        net.drop_nulls("file").group_by("file", "line", "function").agg(pl.col("ns").sum() / whole)
     )
-    return [((file, line, function), share) for file, line, function, share in found.rows()]
+    kept = found.filter(pl.col("ns") >= _LEAST_SHARE).sort(-pl.col("ns"), "file", "line")
+    return [((file, line, function), share) for file, line, function, share in kept.rows()]
 
 
 def _stack_of(table: TimeTable, line: Frame) -> tuple[CodeTree, int]:
@@ -307,15 +297,12 @@ def _stack_of(table: TimeTable, line: Frame) -> tuple[CodeTree, int]:
         weight = np.where(ahead, of * table.ns, 0.0)
         return int(np.bincount(inner, weight).argmax()) if weight.any() else 0
 
-    same = most(np.array([(f.file, f.line) == (line.file, line.line) for f in frames], float))
-    if same:
-        return tree, same
+    in_file = np.array([f.file == line.file for f in frames], float)
+    same = most(in_file * [f.line == line.line for f in frames])
     function = written_in(line.function)
-    near = most(np.array([
-        f.file == line.file and written_in(f.function) == function for f in frames
-    ], float))  # fmt: skip
-    if not near:
-        return tree, 0
+    near = same or most(in_file * [written_in(f.function) == function for f in frames])
+    if same or not near:
+        return tree, same
     grown = replace(
         tree,
         frames=[*tree.frames, line],

@@ -12,16 +12,9 @@ from typing import Literal, TypeVar
 import numpy as np
 import polars as pl
 
+from haiprof.base import ledger
 from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.intervals import Floats
-from haiprof.base.ledger import (
-    EACH_STEP,
-    NOT_KNOWN,
-    POSITIONS,
-    PROBLEM_RATIO,
-    Account,
-    position_words,
-)
 from haiprof.base.statistics import RUN_RATIO, BlockMean, Uncertain, adjust_p_values, block_mean
 from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.compare.compared_run import (
@@ -192,7 +185,7 @@ def position_changes(before: ComparedRun, after: ComparedRun) -> tuple[PositionC
         old, new = read(before), read(after)
         for name in old | new if old and new else ():
             known = difference(*(_mean(side.get(name, np.zeros(4))) for side in (old, new)))
-            title = f"{position_words(name)}{behind}"
+            title = f"{ledger.position_words(name)}{behind}"
             found.append(PositionChange(title=title, name=name, clock=clock, **known))
     return certain(found)
 
@@ -219,7 +212,7 @@ def _positions(side: ComparedRun) -> dict[str, Floats]:
     if side.ledger is None:
         return {}
     time = side.ledger.time
-    found = {POSITIONS[p]: time.cell_ns[row].mean(axis=0) for row, p in enumerate(time.used)}
+    found = {ledger.POSITIONS[p]: time.cell_ns[row].mean(axis=0) for row, p in enumerate(time.used)}
     found["garbage collection"] = time.collected_ns.mean(axis=0)
     each = {name: time.each_step(own) for name, own in found.items() if own.any()}
     return {name: steady(side.ledger, own) for name, own in each.items()}
@@ -335,10 +328,10 @@ def load_of(side: ComparedRun) -> Load:
     )
 
 
-PROMISED_RATIO = PROBLEM_RATIO / 5
+PROMISED_RATIO = ledger.PROBLEM_RATIO / 5
 """The verdict lists opportunities whose gain is at least this share of the step."""
 _Z = 1.96  # of the ledger's intervals, which are 95 % ones
-_Group = list[Account]
+_Group = list[ledger.Account]
 _Key = tuple[object, ...]
 
 
@@ -476,7 +469,7 @@ class _RunSide:
         step = block_mean(series, run_ratio=RUN_RATIO)
         variance, self._freedom = step.error.parts[-1]
         self._run_ratio = math.sqrt(variance) / step.value
-        self._counts = np.bincount(found.table.position, found.table.count, len(POSITIONS))
+        self._counts = np.bincount(found.table.position, found.table.count, len(ledger.POSITIONS))
 
     def mean(self, group: _Group, position: str) -> BlockMean:
         """What some accounts take together; none of them: at most so much (Wilson's bound)."""
@@ -484,7 +477,7 @@ class _RunSide:
         widths = [max(a.ns_per_step - a.low_ns, a.high_ns - a.ns_per_step) for a in group]
         if not group:
             whole = self.found.ledger.positions.get(position, 0.0)
-            widths = [whole * _Z**2 / (self._counts[POSITIONS.index(position)] + _Z**2)]
+            widths = [whole * _Z**2 / (self._counts[ledger.POSITIONS.index(position)] + _Z**2)]
         run = ((self._run_ratio * value) ** 2, self._freedom)
         sampled = (sum(width**2 for width in widths) / _Z**2, math.inf)
         return BlockMean(value=value, error=Uncertain(parts=(sampled, run)))
@@ -503,12 +496,12 @@ def _pairs(old: _Group, new: _Group) -> Iterator[tuple[_Group, _Group]]:
     yield from (([], group) for group in _group_by(new, _key).values())
 
 
-def _key(account: Account) -> _Key:
+def _key(account: ledger.Account) -> _Key:
     doing = account.activity, account.package, account.explanation
     return (account.position, _file(account), account.function, *doing)
 
 
-def _place_key(account: Account) -> _Key:
+def _place_key(account: ledger.Account) -> _Key:
     """What the machine or another rank does is one account, in whatever position most of it is."""
     if account.function is not None:
         return account.position, _file(account), account.function, account.explanation
@@ -516,7 +509,7 @@ def _place_key(account: Account) -> _Key:
     return _key(account) if on_core else (account.activity, account.explanation)
 
 
-def _is_one_node(one: Account, other: Account) -> bool:
+def _is_one_node(one: ledger.Account, other: ledger.Account) -> bool:
     """Whether a function of one calls the other's, for as long: which one names them may change."""
     sizes = sorted([one.ns_per_step, other.ns_per_step])
     if one.position != other.position or 2 * sizes[0] < sizes[1]:
@@ -527,11 +520,11 @@ def _is_one_node(one: Account, other: Account) -> bool:
     return names[0] in ways[0] or names[1] in ways[1]
 
 
-def _file(account: Account) -> str | None:
+def _file(account: ledger.Account) -> str | None:
     return account.file and account.file.replace("\\", "/").rpartition("/")[2]
 
 
-def _group_by(accounts: _Group, key: Callable[[Account], _Key]) -> dict[_Key, _Group]:
+def _group_by(accounts: _Group, key: Callable[[ledger.Account], _Key]) -> dict[_Key, _Group]:
     found: dict[_Key, _Group] = defaultdict(list)
     for account in accounts:
         found[key(account)].append(account)
@@ -544,7 +537,7 @@ def _change(sides: Sequence[_RunSide], pair: tuple[_Group, _Group]) -> AccountCh
     shown = max((*old, *new), key=lambda a: a.ns_per_step)
     means = [side.mean(group, shown.position) for side, group in zip(sides, pair, strict=True)]
     gain = sum(account.gain_ns for account in old)
-    when = [] if shown.when in (EACH_STEP, NOT_KNOWN) else [shown.paid]
+    when = [] if shown.when in (ledger.EACH_STEP, ledger.NOT_KNOWN) else [shown.paid]
     return AccountChange(
         title=", ".join([*filter(None, [shown.code_place]), shown.where, shown.does, *when]),
         position=shown.position,
@@ -640,7 +633,7 @@ class Comparison:
             return "undecided"
         if self.change.is_slower or self.change.is_faster:
             return "slower" if self.change.is_slower else "faster"
-        return "same" if self.most_ratio <= PROBLEM_RATIO else "undecided"
+        return "same" if self.most_ratio <= ledger.PROBLEM_RATIO else "undecided"
 
 
 def compare_runs(
