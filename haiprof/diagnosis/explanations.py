@@ -488,11 +488,9 @@ def _link(question: Question) -> Finding:
 
 
 def _small_buckets(inputs: RuleInputs) -> str:
-    """`; about 98 all-reduces a step, for buckets of 1 KiB`; empty where they are few.
-
-    DistributedDataParallel reduces a bucket when its gradients are ready. Source: Li et al.,
-    PyTorch Distributed (VLDB 2020), section 3.2.3.
-    """
+    """`; about 98 all-reduces a step, for buckets of 1 KiB`; empty where they are few."""
+    # DistributedDataParallel reduces a bucket when its gradients are ready. Source: Li et al.,
+    # PyTorch Distributed (VLDB 2020), section 3.2.3.
     for model in (model for each in inputs.settings.values() for model in each.models):
         size, whole = number((model.ddp or {}).get("bucket_bytes")), model.gradient_bytes or 0
         count, usual = (math.ceil(whole / each) for each in (size or math.inf, _BUCKET_BYTES))

@@ -228,10 +228,8 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
 
 
 def _rare_share(waits: Floats) -> tuple[float, float]:
-    """Share of the steps with 80 % of the waiting beyond the median, and that of all waiting.
-
-    The first is 1 where the second is little.
-    """
+    """Share of the steps with 80 % of the waiting beyond the median, and that of all waiting."""
+    # The first is 1 where the second is little.
     excess = np.maximum(waits - np.median(waits), 0.0)
     unusual = float(excess.sum()) / max(float(waits.sum()), 1.0)
     if unusual <= BURST_UNUSUAL_RATIO:

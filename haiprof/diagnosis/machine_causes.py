@@ -254,10 +254,8 @@ def stolen_notes(inputs: RuleInputs) -> tuple[str, ...]:
 
 
 def state_of(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
-    """The first difference of a rank's hardware that would make it lose that share of a step.
-
-    Its title goes on a sentence, with a leading comma; None without one.
-    """
+    """The first difference of a rank's hardware that would make it lose that share of a step."""
+    # Its title goes on a sentence, with a leading comma; None without one.
     return (
         find_larger_inputs(inputs, rank)
         or _find_throttling(inputs, rank)

@@ -177,7 +177,6 @@ def _calls_module(frame: Frame) -> bool:
 
 def in_hooks(tree: CodeTree) -> Bools:
     """Per stack: whether it is in a hook of the job's: no part of the model, which runs without."""
-
     # A module calls its hooks as it calls `forward`, from other lines. Hooks of gradients are
     # called by the engine of backward alone, a Function's backward from torch/autograd/function.py.
     frames = [*tree.frames, Frame("", 0, "")]  # the last stands for none
@@ -269,10 +268,8 @@ def join_restarts(table: ledger.TimeTable, found: Sequence[Opportunity]) -> list
 def join_worker_cores(
     table: ledger.TimeTable, found: Sequence[Opportunity], share: float
 ) -> tuple[ledger.TimeTable, list[Opportunity]]:
-    """Waiting for batches with that share of the wait for a core, where it is the longer one.
-
-    What makes the batches cheaper leaves these cores to the training thread, too.
-    """
+    """Waiting for batches with that share of the wait for a core, where it is the longer one."""
+    # What makes the batches cheaper leaves these cores to the training thread, too.
     batches, cores = (
         next((each for each in found if each.at is None and each.activity == activity), None)
         for activity in (ledger.LOADER_WAIT, ledger.NO_CORE)

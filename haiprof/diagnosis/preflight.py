@@ -115,10 +115,8 @@ def _rates(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
 def _slower(
     rates: Mapping[T, float], known: float | None, ratio: float
 ) -> Iterator[tuple[T, float, float, str]]:
-    """Who is slower than peers, else than the baseline: whose value, it, the usual one, of whom.
-
-    Slow is far from the median in MADs and as a share.
-    """
+    """Who is slower than peers, else than the baseline: whose value, it, the usual one, of whom."""
+    # Slow is far from the median in MADs and as a share.
     # Half of what the share allows is slow however the peers spread: a node of four that is slow to
     # all others makes half of the links slow, and the MAD as large as the fault.
     values, usual, lowest = list(rates.values()), 0.0, 0.0
@@ -277,12 +275,10 @@ _TRUE = ("1", "true", "t", "yes", "y")
 
 
 def _of_timeouts(variables: Mapping[str, str], collective_s: float | None) -> Iterator[Suspect]:
-    """Settings of NCCL's timeouts and of PyTorch's watchdog that cannot work together.
-
-    Source: PyTorch's "ProcessGroupNCCL Environment Variables" and ProcessGroupNCCL.hpp, of which
-    variables must be set together; init_process_group, of the two of which one should be set;
-    NCCL's "Environment Variables".
-    """
+    """Settings of NCCL's timeouts and of PyTorch's watchdog that cannot work together."""
+    # Source: PyTorch's "ProcessGroupNCCL Environment Variables" and ProcessGroupNCCL.hpp, of which
+    # variables must be set together; init_process_group, of the two of which one should be set;
+    # NCCL's "Environment Variables".
     handling = _number(variables, _ASYNC, _ASYNC.removeprefix("TORCH_"))
     waits = _is_on(variables, _BLOCKING, _BLOCKING.removeprefix("TORCH_"))
     if handling == 0 and not waits:

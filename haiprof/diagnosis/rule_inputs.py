@@ -345,11 +345,9 @@ def _allocator(rank: RankFiles) -> tuple[int, int, int] | None:
 
 
 def typical_rank(inputs: RuleInputs) -> int:
-    """The rank whose own work per step is the lower middle of all: one slow rank is none.
-
-    Own is what lies outside of backward, where ranks wait for each other. Source: the median over
-    ranks is TraceML's typical rank; of an even number the slow one of two is not typical.
-    """
+    """The rank whose own work per step is the lower middle of all: one slow rank is none."""
+    # Own is what lies outside of backward, where ranks wait for each other. Source: the median over
+    # ranks is TraceML's typical rank; of an even number the slow one of two is not typical.
     work = {
         rank: float(int(steps["step_ns"].sum()) - int(steps["backward_host_ns"].sum() or 0))
         / steps.height
@@ -359,8 +357,6 @@ def typical_rank(inputs: RuleInputs) -> int:
 
 
 def usual_split(steps: pl.DataFrame, *, clock: str = "host") -> dict[str, float | None]:
-    """Mean time per phase in ns of some steps of one rank, without what lies between steps.
-
-    What is paid at every Nth step counts in full; None: a phase has no value on that clock.
-    """
+    """Mean time per phase in ns of some steps of one rank, without what lies between steps."""
+    # What is paid at every Nth step counts in full; None: a phase has no value on that clock.
     return {phase: number(steps[f"{phase}_{clock}_ns"].mean()) for phase in step_frame.STEP_PHASES}

@@ -163,11 +163,9 @@ class RunLedger:
 def run_ledger(
     inputs: RuleInputs, facts: Sequence[Finding] = (), also: Collection[int] = ()
 ) -> RunLedger | None:
-    """Builds the ledger of a run; None without judged steps.
-
-    Of `facts` the settings with a price have an account; samples of the ranks in `also` are read
-    beside those that are read anyway.
-    """
+    """Builds the ledger of a run; None without judged steps."""
+    # Of `facts` the settings with a price have an account; samples of the ranks in `also` are read
+    # beside those that are read anyway.
     analyzer = inputs.analyzer
     steps = {r: analyzer.cells(r).of_steps(_judged_numbers(inputs, r)) for r in inputs.by_rank}
     if not steps:
@@ -337,10 +335,8 @@ def _keep_needed_link(
 def _subtract_found(
     table: TimeTable, time: JobTime, found: Sequence[Opportunity]
 ) -> tuple[Singles, Floats, list[Bools]]:
-    """What is left of the ranks' own time, [rank, covered step], without what was found.
-
-    And the mean of what goes, [rank, position]; per opportunity, of each rank whether all goes.
-    """
+    """What is left of the ranks' own time, [rank, covered step], without what was found."""
+    # And the mean of what goes, [rank, position]; per opportunity, of each rank whether all goes.
     # What one rank alone has goes; what several have goes whole, where a rank has no more than
     # twice of what the middle one has; else as much as that one has: what it has beyond that is
     # lost to all.

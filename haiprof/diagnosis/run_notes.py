@@ -308,10 +308,8 @@ def grown_phase(inputs: RuleInputs, reaction: Reaction, positions: Mapping[str, 
 
 
 def _inputs_grew(sizes: pl.DataFrame, reaction: Reaction) -> float | None:
-    """How many times larger the inputs of a rank are from then on; None where that is not plain.
-
-    A model is called for other things than training, too: single calls may be of any size.
-    """
+    """How many times larger the inputs of a rank are from then on; None where that is not plain."""
+    # A model is called for other things than training, too: single calls may be of any size.
     own = sizes.filter(pl.col("rank") == reaction.rank, pl.col("number_count") > 0)
     if own.is_empty():
         return None

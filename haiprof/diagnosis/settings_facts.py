@@ -433,11 +433,9 @@ FUSED_GAINS = (0.44, 0.75, 0.9)
 
 @_setting(device="cpu")
 def unfused_adam(inputs: RuleInputs) -> Finding | None:
-    """Adam or AdamW on CPUs goes over its numbers several times, where fused=True does so once.
-
-    It is torch's default, and so a fact however long it takes; the ledger's own work of the
-    optimizer gives its gain. Source: torch.optim, "Algorithms"; on CPUs since PyTorch 2.4.
-    """
+    """Adam or AdamW on CPUs goes over its numbers several times, where fused=True does so once."""
+    # It is torch's default, and so a fact however long it takes; the ledger's own work of the
+    # optimizer gives its gain. Source: torch.optim, "Algorithms"; on CPUs since PyTorch 2.4.
     loops = [each.name for each in _optimizers(inputs) if each.name in ("Adam", "AdamW")
              and not each.fused and each.devices == ("cpu",)]  # fmt: skip
     least, usual, most = FUSED_GAINS
@@ -456,11 +454,9 @@ def unfused_adam(inputs: RuleInputs) -> Finding | None:
 
 @_setting(device="cuda")
 def optimizer_loop(inputs: RuleInputs) -> Finding | None:
-    """The optimizer updates parameters one by one on a GPU, where one call could update all.
-
-    Left alone, torch takes foreach there by itself; on CPUs the loop is what it takes, and no
-    finding. Source: torch.optim, "Algorithms" (fused, then foreach, then for-loop by speed).
-    """
+    """The optimizer updates parameters one by one on a GPU, where one call could update all."""
+    # Left alone, torch takes foreach there by itself; on CPUs the loop is what it takes, and no
+    # finding. Source: torch.optim, "Algorithms" (fused, then foreach, then for-loop by speed).
     loops = [(each.tensor_count or 0, each.name) for each in _optimizers(inputs)
              if each.foreach is False and not each.fused and "cuda" in each.devices]  # fmt: skip
     count, name = max(loops, key=lambda loop: loop[0], default=(0, None))
@@ -479,11 +475,10 @@ def optimizer_loop(inputs: RuleInputs) -> Finding | None:
 
 @_setting()
 def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
-    """DistributedDataParallel reduces gradients more often, or looks for more, than it must.
-
-    One look a second falls into no_sync with a known chance, where it is used: it is missing where
-    none of so many looks found it. Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.
-    """
+    """DistributedDataParallel reduces gradients more often, or looks for more, than it must."""
+    # One look a second falls into no_sync with a known chance, where it is used: it is missing
+    # where none of so many looks found it. Source: Li et al., PyTorch Distributed (VLDB 2020),
+    # section 3.2.
     # One wrapped model and one optimizer: several have backward passes of their own.
     wrapped = [
         each
@@ -532,11 +527,9 @@ def _never_skips_sync(inputs: RuleInputs, settings: RankSettings, count: float) 
 
 @_setting(ranks=2)
 def fsdp_units(inputs: RuleInputs) -> Finding | None:
-    """FSDP shards the model as one unit, so that all parameters are gathered at once.
-
-    Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.2 and 3.3: parameters of a unit are
-    gathered before it computes, the next unit's meanwhile.
-    """
+    """FSDP shards the model as one unit, so that all parameters are gathered at once."""
+    # Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.2 and 3.3: parameters of a unit are
+    # gathered before it computes, the next unit's meanwhile.
     for model in (model for settings in inputs.settings.values() for model in settings.models):
         count = model.tensor_count or 0
         if model.fsdp_unit_count == 1 and count >= LOOP_MIN_TENSORS:
@@ -642,10 +635,8 @@ def threads_over_cores(inputs: RuleInputs) -> Finding | None:
 
 @_setting(device="cpu")
 def threads_under_cores(inputs: RuleInputs) -> Finding | None:
-    """Operators are computed by fewer threads than the rank has cores for.
-
-    torchrun sets OMP_NUM_THREADS=1 where a node has several ranks and it is not set.
-    """
+    """Operators are computed by fewer threads than the rank has cores for."""
+    # torchrun sets OMP_NUM_THREADS=1 where a node has several ranks and it is not set.
     sharing = _sharing_counts(inputs)
     own = {
         rank: (each.operator_threads or 0, int((each.usable_cores or 0) // sharing.get(rank, 1)))

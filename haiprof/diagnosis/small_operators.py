@@ -185,10 +185,8 @@ def operators_of(lines: pl.DataFrame, places: Collection[tuple[str, int]]) -> tu
 def _loop_rows(
     table: TimeTable, samples: CodeSamples, time: JobTime, loops: Ints, kinds: Sequence[int]
 ) -> Iterator[tuple[int, Ints, float]]:
-    """Loops over small operators: number, rows, and how much of their time calling these takes.
-
-    While it calls an operator a thread holds the interpreter lock, for about a microsecond.
-    """
+    """Loops over small operators: number, rows, and how much of their time calling these takes."""
+    # While it calls an operator a thread holds the interpreter lock, for about a microsecond.
     loop = loops[table.stack]
     works = (loop > 0) & np.isin(table.work, (OPERATORS, PYTHON)) & (table.activity != NO_CORE)
     frees = np.array([*(_FREES.search(f.function) is not None for f in table.tree.frames), False])

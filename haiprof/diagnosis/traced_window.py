@@ -106,11 +106,9 @@ class StepWork:
 def step_work(
     run: RunPaths, step_ns: float | None, *, limit_bytes: int | None = None
 ) -> StepWork | None:
-    """The work of a run's mean step; None where no window recorded shapes.
-
-    Source: MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs of a step over its time and
-    the device's peak. `haiprof.trace_analysis.operator_work` counts them.
-    """
+    """The work of a run's mean step; None where no window recorded shapes."""
+    # Source: MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs of a step over its time and
+    # the device's peak. `haiprof.trace_analysis.operator_work` counts them.
     if not step_ns or not run.traces.is_dir():
         return None
     from haiprof.trace_analysis.operator_efficiency import parse_peak, step_efficiency

@@ -78,10 +78,8 @@ class ComparedRun:
 
 
 def steady(found: RunLedger | None, series: Floats) -> Floats:
-    """A series of steps without the trend of code that grows, which is the job's, and no noise.
-
-    A drift that no account explains is the machine's, and stays.
-    """
+    """A series of steps without the trend of code that grows, which is the job's, and no noise."""
+    # A drift that no account explains is the machine's, and stays.
     growing = [a.gain_low_ns for a in found.ledger.accounts if a.when == GROWING] if found else []
     if found is None or sum(growing) < PROBLEM_RATIO * found.ledger.mean_ns:
         return series
@@ -128,11 +126,9 @@ def baseline_named(name: str, side: ComparedRun) -> Baseline:
 
 
 def last_good(side: ComparedRun) -> Baseline:
-    """The newest run before this one that is fit for comparison.
-
-    It lies in the same log directory, has the same name and as many ranks, ended with exit status
-    0, has steps enough, and was not itself found slower (`note_outcome`).
-    """
+    """The newest run before this one that is fit for comparison."""
+    # It lies in the same log directory, has the same name and as many ranks, ended with exit status
+    # 0, has steps enough, and was not itself found slower (`note_outcome`).
     manifest = side.analyzer.manifest()
     against: list[str] = []
     for folder, earlier in _earlier_runs(side):
@@ -148,12 +144,10 @@ def last_good(side: ComparedRun) -> Baseline:
 
 
 def median_run(side: ComparedRun) -> Baseline:
-    """The run whose mean step is the median of earlier runs of the same job.
-
-    Those lie in the same log directory, have as many ranks, ended with exit status 0 and have steps
-    enough; `is_same_job` says what a job is. Of an even number it is the faster of the two in the
-    middle: a run is compared, not a number.
-    """
+    """The run whose mean step is the median of earlier runs of the same job."""
+    # Those lie in the same log directory, have as many ranks, ended with exit status 0 and have
+    # steps enough; `is_same_job` says what a job is. Of an even number it is the faster of the two
+    # in the middle: a run is compared, not a number.
     manifest = side.analyzer.manifest()
     found: list[EarlierRun] = []
     against: list[str] = []

@@ -279,10 +279,8 @@ class Load:
 
 
 def counter_changes(before: ComparedRun, after: ComparedRun) -> tuple[CounterChange, ...]:
-    """Metrics that differ beyond chance (all asked together) and by enough, the largest first.
-
-    Needs eight samples of each run. Intervals as those of the mean step, by `block_mean`.
-    """
+    """Metrics that differ beyond chance (all asked together) and by enough, the largest first."""
+    # Needs eight samples of each run. Intervals as those of the mean step, by `block_mean`.
     old, new = _series(before), _series(after)
     found = []
     for key in sorted(old.keys() & new.keys()):
@@ -421,12 +419,10 @@ def account_changes(
 def _with_planned_ones(
     changes: Sequence[AccountChange], least_ns: float
 ) -> tuple[AccountChange, ...]:
-    """Gains of lines that the baseline's verdict promised need no allowance for all others.
-
-    They were asked for before: each is tested for itself as long as all larger ones are certain.
-    Source: Maurer, Hothorn and Lehmacher, "Multiple comparisons in drug clinical trials: a-priori
-    ordered hypotheses", 1995.
-    """
+    """Gains of lines that the baseline's verdict promised need no allowance for all others."""
+    # They were asked for before: each is tested for itself as long as all larger ones are certain.
+    # Source: Maurer, Hothorn and Lehmacher, "Multiple comparisons in drug clinical trials: a-priori
+    # ordered hypotheses", 1995.
     planned = [one for one in changes if one.file is not None and one.gain_ns >= least_ns]
     p_values, highest = dict[int, float](), 0.0
     for one in sorted(planned, key=lambda one: -one.gain_ns):
@@ -705,12 +701,10 @@ def exceeds(found: Comparison, limit_ratio: float) -> bool | None:
 
 
 def other_load_ns(change: StepChange, loads: tuple[Load, Load]) -> float:
-    """How much of a step's difference others on the cores may explain at most; 0 where none.
-
-    What they took in the slower run: a full machine looks alike in both, and is not. Time in which
-    the main thread waited for a core, and by how much its work took longer on shared cores, in
-    proportion to the load (`COMPARE_SHARED_CORE_RATIO`).
-    """
+    """How much of a step's difference others on the cores may explain at most; 0 where none."""
+    # What they took in the slower run: a full machine looks alike in both, and is not. Time in
+    # which the main thread waited for a core, and by how much its work took longer on shared cores,
+    # in proportion to the load (`COMPARE_SHARED_CORE_RATIO`).
     load, step_ns = loads[change.is_slower], max(change.before_ns, change.after_ns)
     other = load.other_ratio or 0.0
     if other <= COMPARE_LOAD_RATIO or not (change.is_slower or change.is_faster):
