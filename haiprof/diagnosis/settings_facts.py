@@ -177,7 +177,9 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
 
 @_setting()
 def profiler_left_on(inputs: RuleInputs) -> Finding | None:
-    """A profiler of the job's own, not haiprof's, is on at half of the looks: without schedule."""
+    """A profiler of the job's own records all the time."""
+    # It was on at half of the looks, which one with a schedule is not. haiprof's own trace windows
+    # do not count.
     ranks, ratio = _ranks_with(inputs, "profiler", LEFT_ON_RATIO)
     if not ranks:
         return None
@@ -278,7 +280,8 @@ def _computing_ratio(inputs: RuleInputs) -> float:
 
 @_setting(device="cpu")
 def padding(inputs: RuleInputs) -> Finding | None:
-    """Sequences are padded beyond the longest one of their batch (looks at `attention_mask`)."""
+    """Sequences are padded beyond the longest one of their batch."""
+    # By looks at `attention_mask`, one a second.
     # What operators compute is at least linear in the columns of a batch (attention grows faster):
     # without those that are padding in each of its sequences, forward and backward are shorter by
     # their share, but for the calling of operators.
@@ -311,8 +314,9 @@ def padding(inputs: RuleInputs) -> Finding | None:
 
 @_setting()
 def double_precision(inputs: RuleInputs) -> Finding | None:
-    """Half of the parameters of what is trained are float64; a note where only batches are."""
-    # Whatever these meet is computed in float64 until it is cast: how much was not measured.
+    """The model is trained in float64."""
+    # Half of the parameters of what is trained are. A note where only batches are: whatever they
+    # meet is computed in float64 until it is cast, and how much that is was not measured.
     share = max(_dtype_ratio(each, "float64") for each in inputs.settings.values())
     batches = sum("float64" in each.input_dtypes for each in inputs.settings.values())
     if share < DTYPE_RATIO and not batches:
@@ -408,7 +412,8 @@ def deterministic_mode(inputs: RuleInputs) -> Finding | None:
 
 @_setting(device="cpu", severity="warning")
 def mkldnn_off(inputs: RuleInputs) -> Finding | None:
-    """Convolutions on CPUs run without oneDNN; other layers are MKL's or OpenBLAS' either way."""
+    """Convolutions on CPUs run without oneDNN."""
+    # Matrix products in float32 are MKL's or OpenBLAS' either way.
     off = [each for each in inputs.settings.values() if each.flags.get("mkldnn") is False]
     if not any(has_layers(each, ("Conv",)) for each in off):
         return None
@@ -600,10 +605,9 @@ _PATHS = (
 
 @_setting(device="cpu")
 def threads_over_cores(inputs: RuleInputs) -> Finding | None:
-    """Operators are computed by more threads than the rank has cores or CPU quota: twice as many.
-
-    They wait for the last one of them (OpenMP's barrier), which then stands in line for a core.
-    """
+    """Operators are computed by more threads than the rank has cores."""
+    # Twice as many as cores or CPU quota: the threads of an operator wait for the last one of them
+    # (OpenMP's barrier), which then stands in line for a core.
     over = {
         rank: (each.operator_threads or 0) / ceil(each.usable_cores)
         for rank, each in inputs.settings.items()
