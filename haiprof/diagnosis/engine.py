@@ -342,14 +342,11 @@ def _finding(
     few = inputs.steps.height < thresholds.CRITICAL_MIN_STEPS
     said = _with_operators_beside(found, account, said)
     return replace(
-        said,
-        gain=gain,
-        confidence=thresholds.FEW_STEPS_SURE if few else said.confidence,
-        severity=severity if said.is_choice else "info",
-        lost_ratio=min(ratio, 1.0),
+        said, gain=gain, confidence=thresholds.FEW_STEPS_SURE if few else said.confidence,
+        severity=severity if said.is_choice else "info", lost_ratio=min(ratio, 1.0),
         rank=account.ranks[0] if len(account.ranks) == 1 else account.slowest_rank,
         code_lines=(line, *said.code_lines) if line else said.code_lines,
-    )
+    )  # fmt: skip
 
 
 def uneven_notes(ledger: Ledger | None) -> Iterator[str]:

@@ -51,30 +51,20 @@ from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 from haiprof.run_format.stack_lines import INDEPENDENT, LAYERS, RECURRENCE, WAITS
 
 WHERE = {
-    "input": "making the batch on the training thread",
-    "prepare": "before forward",
-    "forward": "in forward",
-    "loss": "between forward and backward",
-    "backward": "in backward",
-    "gradients": "before the optimizer",
-    "optimizer": "in the optimizer",
-    "after_step": "after the optimizer",
-    "evaluation": "in evaluation",
-    "checkpoint": "saving checkpoints",
-    "compile": "in torch.compile",
+    "input": "making the batch on the training thread", "prepare": "before forward",
+    "forward": "in forward", "loss": "between forward and backward", "backward": "in backward",
+    "gradients": "before the optimizer", "optimizer": "in the optimizer",
+    "after_step": "after the optimizer", "evaluation": "in evaluation",
+    "checkpoint": "saving checkpoints", "compile": "in torch.compile",
     "between_steps": "between steps",
-}
+}  # fmt: skip
 """How a title names a position."""
 _UNKNOWN = ACTIVITIES[UNKNOWN]
 SLUGS = {
-    "input": "dataloader_bound",
-    "forward": "forward_bound",
-    "backward": "backward_bound",
-    "optimizer": "optimizer_bound",
-    "evaluation": "evaluation_heavy",
-    "checkpoint": "checkpoint_stalls",
-    "compile": "recompiles",
-}
+    "input": "dataloader_bound", "forward": "forward_bound", "backward": "backward_bound",
+    "optimizer": "optimizer_bound", "evaluation": "evaluation_heavy",
+    "checkpoint": "checkpoint_stalls", "compile": "recompiles",
+}  # fmt: skip
 """By position; what lies between the phases is `outside_the_model`."""
 _MIN_SAMPLES = 4
 _AT_LOCK = WAITS.index("lock")
@@ -166,11 +156,9 @@ def _with_mount(question: Question, said: Finding) -> Finding:
     if nfs is None or nfs.title in said.title:
         return said
     return replace(
-        said,
-        title=f"{said.title}; {nfs.title}",
-        remedy=f"{said.remedy}; {nfs.remedy}",
+        said, title=f"{said.title}; {nfs.title}", remedy=f"{said.remedy}; {nfs.remedy}",
         evidence=(*said.evidence, *nfs.evidence),
-    )
+    )  # fmt: skip
 
 
 def _with_sent_again(question: Question, said: Finding) -> Finding:
@@ -885,17 +873,11 @@ def account_line(account: Account, mean_ns: float) -> CodeLine | None:
         return None
     whole = max(mean_ns, 1.0)
     return CodeLine(
-        file=account.file,
-        line=account.line,
-        function=account.function,
-        share=min(account.gain_ns / whole, 1.0),
-        low=min(account.gain_low_ns / whole, 1.0),
-        high=min(account.gain_high_ns / whole, 1.0),
-        of=_whole_of(account) or "the step",
-        sample_count=None,
-        callees=account.callees,
-        callers=account.callers[:_LINE_LIMIT],
-    )
+        file=account.file, line=account.line, function=account.function,
+        share=min(account.gain_ns / whole, 1.0), low=min(account.gain_low_ns / whole, 1.0),
+        high=min(account.gain_high_ns / whole, 1.0), of=_whole_of(account) or "the step",
+        sample_count=None, callees=account.callees, callers=account.callers[:_LINE_LIMIT],
+    )  # fmt: skip
 
 
 def code_lines(samples: code_samples.CodeSamples, of: str, part: float) -> tuple[CodeLine, ...]:

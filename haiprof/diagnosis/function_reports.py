@@ -105,12 +105,10 @@ def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
         missing += [] if has_python.all() else [_NO_STACKS]
     missing += [NO_GPU] if functions[BETA].null_count() else []
     table = by_function(
-        functions,
-        pl.col("median_ns").median(),
+        functions, pl.col("median_ns").median(),
         pl.when(pl.col(BETA).null_count() == 0).then(over_ranks(BETA, patterns)),
-        over_ranks("share_ratio", patterns),
-        order=[-pl.col("share_ratio")],
-    )
+        over_ranks("share_ratio", patterns), order=[-pl.col("share_ratio")],
+    )  # fmt: skip
     first = list(abnormal.group_by("name", maintain_order=True))[:_LINE_LIMIT]
     said = (
         line(str(name), rows, sorted_ranks(rows.filter("is_far"))) for (name, *_), rows in first
@@ -152,12 +150,9 @@ def _abnormal_host(functions: pl.DataFrame) -> pl.DataFrame:
 
 
 REPORTS: Mapping[str, Callable[[Patterns], FunctionReport]] = {
-    GPU_COMPUTE: gpu_compute_report,
-    MEMORY: memory_report,
-    COMMUNICATION: communication_report,
-    RUNTIME: partial(_host_report, kind=RUNTIME),
-    PYTHON: partial(_host_report, kind=PYTHON),
-}
+    GPU_COMPUTE: gpu_compute_report, MEMORY: memory_report, COMMUNICATION: communication_report,
+    RUNTIME: partial(_host_report, kind=RUNTIME), PYTHON: partial(_host_report, kind=PYTHON),
+}  # fmt: skip
 """By the kind of function that each is about, in PerfTracker's order."""
 
 
@@ -197,11 +192,9 @@ def function_reports(patterns: Patterns, only: str | None = None) -> FunctionRep
         raise UsageError(f"no report {only}", hint=f"one of {', '.join(REPORTS)}")
     kinds = tuple(REPORTS) if only is None else (only,)
     return FunctionReports(
-        ranks=patterns.ranks,
-        reports=tuple(_report(kind, patterns) for kind in kinds),
-        functions=patterns.functions.filter(pl.col("kind").is_in(kinds)),
-        notes=patterns.left_out,
-    )
+        ranks=patterns.ranks, reports=tuple(_report(kind, patterns) for kind in kinds),
+        functions=patterns.functions.filter(pl.col("kind").is_in(kinds)), notes=patterns.left_out,
+    )  # fmt: skip
 
 
 def _report(kind: str, patterns: Patterns) -> FunctionReport:

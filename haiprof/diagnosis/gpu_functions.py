@@ -73,12 +73,10 @@ class FunctionReport:
     def as_json(self) -> dict[str, Any]:
         """Plain data with stable keys; a table is a list of rows."""
         return {
-            "kind": self.kind,
-            **self.facts,
+            "kind": self.kind, **self.facts,
             **{name: table.to_dicts() for name, table in self.tables.items()},
-            "meaning": list(self.meaning),
-            "missing": list(self.missing),
-        }
+            "meaning": list(self.meaning), "missing": list(self.missing),
+        }  # fmt: skip
 
 
 def with_distance(rows: pl.DataFrame, *features: str, **scales: str) -> pl.DataFrame:
@@ -389,14 +387,10 @@ def communication_report(patterns: Patterns) -> FunctionReport:
     link, why = _link_of(patterns)
     far = pl.when(pl.col("is_far").is_not_null().all()).then(pl.col("is_far").sum())
     types = by_function(
-        judged,
-        pl.col("rank").get(pl.col("distance").arg_min()).alias("normal_rank"),
-        far.cast(pl.Int64).alias("different_count"),
-        over_ranks(BETA, patterns),
-        pl.col(_RATE, _SPREAD).mean(),
-        pl.col("missing").drop_nulls().first(),
-        keys=_FUNCTION,
-    )
+        judged, pl.col("rank").get(pl.col("distance").arg_min()).alias("normal_rank"),
+        far.cast(pl.Int64).alias("different_count"), over_ranks(BETA, patterns),
+        pl.col(_RATE, _SPREAD).mean(), pl.col("missing").drop_nulls().first(), keys=_FUNCTION,
+    )  # fmt: skip
     columns = ("rank", "type", "count", BETA, "share_ratio", _RATE, _SPREAD, "wait_ns",
                "transfer_ns", "missing", "name")  # fmt: skip
     ranks = functions.select(columns).sort("type", "name", "rank")

@@ -130,15 +130,11 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
         others = sum(used.get(other, 0.0) for other in beside) + strangers
         free = max(len(placed.allowed_cpus) - used[rank] - others, 0.0)
     loading = _Loading(
-        workers=inputs.loader_workers.get(rank),
-        wait_share=min(waits[rank] / step_ns, 1.0),
-        main_cores=inputs.main_cores.get(rank),
-        core_wait=inputs.core_waits.get(rank, 0.0),
-        worker_cores=inputs.worker_cores(rank),
-        free_cores=free,
-        strangers_cores=strangers,
+        workers=inputs.loader_workers.get(rank), wait_share=min(waits[rank] / step_ns, 1.0),
+        main_cores=inputs.main_cores.get(rank), core_wait=inputs.core_waits.get(rank, 0.0),
+        worker_cores=inputs.worker_cores(rank), free_cores=free, strangers_cores=strangers,
         less=less_per_sample(loading_samples),
-    )
+    )  # fmt: skip
     found = (
         _epochs(inputs, loading, loading_samples)
         or _rare_samples(inputs, loading)
@@ -318,9 +314,6 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
             f"less per sample: {loading.less}"
         )
     return Finding(
-        rule=slug,
-        title=title,
-        remedy=remedy,
-        evidence=loading.evidence,
+        rule=slug, title=title, remedy=remedy, evidence=loading.evidence,
         missing=missing if loading.free_cores is not None else (*missing, "cores that are free"),
-    )
+    )  # fmt: skip

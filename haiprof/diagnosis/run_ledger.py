@@ -452,20 +452,13 @@ def _rank_samples(
     positions, offset, busy = analyzer.step_positions(rank)
     plain, collected = analyzer.position_times(rank)
     return RankSamples(
-        rank=rank,
-        step=own.step,
-        count=own.count,
-        plain_ns=plain[:, own.column],
-        collected_ns=collected[:, own.column],
-        positions=positions,
-        wall_offset_ns=offset,
-        no_core_ratio=inputs.core_waits.get(rank),
-        tail_ratio=analyzer.backward_tail(rank),
+        rank=rank, step=own.step, count=own.count, plain_ns=plain[:, own.column],
+        collected_ns=collected[:, own.column], positions=positions, wall_offset_ns=offset,
+        no_core_ratio=inputs.core_waits.get(rank), tail_ratio=analyzer.backward_tail(rank),
         peer_ratio=float(waits / whole) if time.waits_for_all else None,
-        free_ratio=_free_ratio(inputs, rank),
-        busy=busy if time.idle_ns is not None else None,
+        free_ratio=_free_ratio(inputs, rank), busy=busy if time.idle_ns is not None else None,
         beside=saves.steps[rank] == BESIDE if saves else None,
-    )
+    )  # fmt: skip
 
 
 def _free_ratio(inputs: RuleInputs, rank: int) -> float | None:
@@ -578,20 +571,16 @@ class _Accounts:
         )
         return Account(
             ranks=self.late.ranks if found.key == "ranks_uneven" and self.late else ranks,
-            slowest_rank=slowest if is_uneven else None,
-            position=POSITIONS[found.position],
+            slowest_rank=slowest if is_uneven else None, position=POSITIONS[found.position],
             activity=ACTIVITIES[found.activity],
             package=max(held, key=lambda name: (held[name], name or ""), default=None),
-            gain_ns=gain,
-            gain_low_ns=min(max(low - found.unsure_ns, 0.0), gain),
-            gain_high_ns=max(high, gain),
-            when=found.when or time.when(table, main, *both),
+            gain_ns=gain, gain_low_ns=min(max(low - found.unsure_ns, 0.0), gain),
+            gain_high_ns=max(high, gain), when=found.when or time.when(table, main, *both),
             explanation=found.key,
             elsewhere=tuple(POSITIONS[place] for place in large if place != found.position),
             callers=tuple(place_text(*each) for each in found.at.callers) if found.at else (),
-            **self._measure(found.rows, mean, found.spread),
-            **self._line_of(found),
-        )
+            **self._measure(found.rows, mean, found.spread), **self._line_of(found),
+        )  # fmt: skip
 
     def others(self, rows: Ints) -> tuple[list[tuple[Account, Ints]], float]:
         """What no opportunity holds, by position, activity, package and function; and the residual.
@@ -626,15 +615,10 @@ class _Accounts:
                     series = self.time.series_of(table, own).mean(axis=0, dtype=np.float64)
                     when = self.time.when(table, own, series, series)
             account = Account(
-                ranks=(),
-                position=POSITIONS[key[0]],
-                activity=ACTIVITIES[key[1]],
-                package=str(names[key[2]]) if key[2] >= 0 else None,
-                needed=bool(key[4]),
-                when=when,
-                **self._measure(own, mean),
-                **at,
-            )
+                ranks=(), position=POSITIONS[key[0]], activity=ACTIVITIES[key[1]],
+                package=str(names[key[2]]) if key[2] >= 0 else None, needed=bool(key[4]), when=when,
+                **self._measure(own, mean), **at,
+            )  # fmt: skip
             found.append((account, own))
         return sorted(found, key=lambda one: -one[0].ns_per_step), unseen
 

@@ -76,15 +76,12 @@ class Price:
 
 
 PRICES: Mapping[str, Price] = {
-    "anomaly": Price(least=1.17, most=6.54),
-    "profiler": Price(least=1.01, most=1.48),
+    "anomaly": Price(least=1.17, most=6.54), "profiler": Price(least=1.01, most=1.48),
     "float64": Price(least=1.16, most=3.31, phases=STEP),
-    "tracemalloc": Price(least=1.00, most=1.34),
-    "deterministic": Price(least=1.00, most=1.03),
-    "mkldnn_convolutions": Price(least=2.01, most=2.01),
-    "float16": Price(least=2.90, most=32.3),
+    "tracemalloc": Price(least=1.00, most=1.34), "deterministic": Price(least=1.00, most=1.03),
+    "mkldnn_convolutions": Price(least=2.01, most=2.01), "float16": Price(least=2.90, most=32.3),
     "find_unused_parameters": Price(least=1.02, most=1.18),
-}
+}  # fmt: skip
 """Least and most of the medians in `benchmarks/results/settings_price.md`, over its jobs."""
 
 
@@ -207,14 +204,11 @@ def costly_switches(inputs: RuleInputs) -> Finding | None:
     prices = {n: PRICES[n].lost_ratio(inputs) for n in on if n in PRICES and not inputs.uses_gpu}
     unknown = [name for name in on if name not in prices]
     return make_finding(
-        "; ".join(f"{name}: {does}" for name, does in on.items()),
-        f"leave out {', '.join(on)}",
+        "; ".join(f"{name}: {does}" for name, does in on.items()), f"leave out {', '.join(on)}",
         *[(f"{name}: of the step at least", prices.get(name), "ratio") for name in on],
-        confidence=0.8,
-        lost_ratio=max(prices.values(), default=None),
-        phases=MODEL,
+        confidence=0.8, lost_ratio=max(prices.values(), default=None), phases=MODEL,
         missing=(f"{UNKNOWN} ({', '.join(unknown)})",) if unknown else (),
-    )
+    )  # fmt: skip
 
 
 def _has_variable(name: str, *values: str) -> Callable[[RankSettings], bool]:
@@ -497,14 +491,10 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
         return make_finding(
             f"gradients of {count:.0f} backward passes are accumulated, and reduced after each one",
             "all but the last backward of a step under `with model.no_sync():`, its forward too",
-            ("backward passes of a step", count, "count"),
-            confidence=0.8,
-            setting=r"backward\(",
-            cause="no_sync",
-            exchange_ratio=(count - 1) / count,
-            phases=("backward",),
+            ("backward passes of a step", count, "count"), confidence=0.8, setting=r"backward\(",
+            cause="no_sync", exchange_ratio=(count - 1) / count, phases=("backward",),
             missing=("how long its exchanges take",),
-        )
+        )  # fmt: skip
     ddp = [model.ddp for each in wrapped for model in each.models if model.ddp]
     unused = any(each.get("find_unused_parameters") is True for each in ddp)
     if unused and not any(each.get("static_graph") is True for each in ddp):

@@ -134,12 +134,9 @@ def step_work(
     ).row(0, named=True)
     known = ranks["at_peak_ns"].null_count() == 0
     return StepWork(
-        model_flops=mean["flops"],
-        flops_per_s=mean["flops"] / step_ns * NS_PER_S,
+        model_flops=mean["flops"], flops_per_s=mean["flops"] / step_ns * NS_PER_S,
         mfu_ratio=mean["at_peak_ns"] / step_ns if known else None,
-        is_lower_bound=mean["is_lower_bound"],
-        kernel_known_ratio=mean["kernel_known_ratio"],
-        device=first["device_name"],
-        peak=first["peak"],
+        is_lower_bound=mean["is_lower_bound"], kernel_known_ratio=mean["kernel_known_ratio"],
+        device=first["device_name"], peak=first["peak"],
         reason=next((why for why in ranks["reason"] if why), None),
-    )
+    )  # fmt: skip

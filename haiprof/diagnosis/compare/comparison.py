@@ -443,16 +443,14 @@ def promise(changes: Sequence[AccountChange], step: StepChange) -> Promise | Non
     others = [one.difference_ns for one in sure if one not in kept]
     promised = sum(one.gain_ns * part for one, part in gone)
     return Promise(
-        accounts=tuple(kept),
-        promised_ns=promised,
+        accounts=tuple(kept), promised_ns=promised,
         low_ns=promised - math.hypot(*((o.gain_ns - o.gain_low_ns) * part for o, part in gone)),
         high_ns=promised + math.hypot(*((o.gain_high_ns - o.gain_ns) * part for o, part in gone)),
-        came_ns=-step.difference_ns,
-        came_low_ns=(1 - step.high_ratio) * step.before_ns,
+        came_ns=-step.difference_ns, came_low_ns=(1 - step.high_ratio) * step.before_ns,
         came_high_ns=(1 - step.low_ratio) * step.before_ns,
         others_more_ns=sum(ns for ns in others if ns > 0),
         others_less_ns=-sum(ns for ns in others if ns < 0),
-    )
+    )  # fmt: skip
 
 
 class _RunSide:
@@ -536,20 +534,13 @@ def _change(sides: Sequence[_RunSide], pair: tuple[_Group, _Group]) -> AccountCh
     when = [] if shown.when in (ledger.EACH_STEP, ledger.NOT_KNOWN) else [shown.paid]
     return AccountChange(
         title=", ".join([*filter(None, [shown.code_place]), shown.where, shown.does, *when]),
-        position=shown.position,
-        activity=shown.activity,
-        package=shown.package,
-        file=_file(shown),
-        function=shown.function,
-        before_line=lines[0],
-        after_line=lines[1],
-        callees=shown.callees,
-        when=shown.when,
-        gain_ns=gain,
+        position=shown.position, activity=shown.activity, package=shown.package, file=_file(shown),
+        function=shown.function, before_line=lines[0], after_line=lines[1], callees=shown.callees,
+        when=shown.when, gain_ns=gain,
         gain_low_ns=gain - math.hypot(*(a.gain_ns - a.gain_low_ns for a in old)),
         gain_high_ns=gain + math.hypot(*(a.gain_high_ns - a.gain_ns for a in old)),
         **difference(*means),
-    )
+    )  # fmt: skip
 
 
 COMPARE_LOAD_RATIO = 0.10
@@ -649,21 +640,14 @@ def compare_runs(
     accounts, no_accounts = account_changes(old, new) if known else ((), "steps are not compared")
     kernels, why = _kernels(before, after) if read_traces else (None, "left out by --no-traces")
     return Comparison(
-        before=before,
-        after=after,
-        change=change,
-        positions=position_changes(before, after) if known else (),
-        accounts=accounts,
-        no_accounts=no_accounts,
-        promise=promise(accounts, change),
+        before=before, after=after, change=change,
+        positions=position_changes(before, after) if known else (), accounts=accounts,
+        no_accounts=no_accounts, promise=promise(accounts, change),
         ranks=rank_changes(old, new) if known and old and new else (),
         counters=counter_changes(before, after) if known else (),
-        loads=(load_of(before), load_of(after)),
-        differs=differences(before, after),
-        kernels=kernels,
-        no_kernels=why,
-        unknown=unknown(before, after),
-    )
+        loads=(load_of(before), load_of(after)), differs=differences(before, after),
+        kernels=kernels, no_kernels=why, unknown=unknown(before, after),
+    )  # fmt: skip
 
 
 def compare_steps(analyzer: RunFrames, step: int) -> Comparison:
