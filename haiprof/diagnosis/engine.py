@@ -15,14 +15,7 @@ from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Ints
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger, position_words
 from haiprof.base.log_addresses import shown_path
-from haiprof.base.units import (
-    bytes_text,
-    duration_text,
-    number_text,
-    ratio_text,
-    shorten,
-    visible,
-)
+from haiprof.base.units import bytes_text, duration_text, number_text, ratio_text, shorten, visible
 from haiprof.diagnosis import run_notes, thresholds
 from haiprof.diagnosis.background_saves import SLOWED
 from haiprof.diagnosis.explanations import (

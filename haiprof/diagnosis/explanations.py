@@ -16,12 +16,7 @@ import numpy as np
 
 from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Bools
-from haiprof.base.ledger import (
-    GROWING,
-    Account,
-    activity_words,
-    expression_text,
-)
+from haiprof.base.ledger import GROWING, Account, activity_words, expression_text
 from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text, shorten, visible
 from haiprof.diagnosis import machine_causes, opportunities
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps

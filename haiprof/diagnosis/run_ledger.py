@@ -14,13 +14,7 @@ from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import NOT_KNOWN, POSITIONS, PROBLEM_RATIO, Account, AccountPart, Ledger
 from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S
-from haiprof.diagnosis.background_saves import (
-    SLOWED,
-    Saves,
-    SlowedSteps,
-    find_saves,
-    split_saves,
-)
+from haiprof.diagnosis.background_saves import SLOWED, Saves, SlowedSteps, find_saves, split_saves
 from haiprof.diagnosis.job_time import (
     BESIDE,
     DeviceUse,
@@ -32,11 +26,7 @@ from haiprof.diagnosis.job_time import (
     peer_waits,
 )
 from haiprof.diagnosis.loader_causes import restarts_workers
-from haiprof.diagnosis.machine_causes import (
-    find_larger_inputs,
-    shared_cores,
-    used_by_others,
-)
+from haiprof.diagnosis.machine_causes import find_larger_inputs, shared_cores, used_by_others
 from haiprof.diagnosis.opportunities import (
     RECOMPUTED,
     CodePlace,

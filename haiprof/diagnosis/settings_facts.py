@@ -51,9 +51,7 @@ _FLOAT64_RATIO = 0.5
 at most half as many, and most do 1/32 or 1/64 (Intel SDM, packed double precision; CUDA C++
 Programming Guide, throughput of native arithmetic instructions). Measured: 2.0 times as long for
 large products, 3.3 for convolutions (settings_price.md)."""
-SEEN_IN: Mapping[str, tuple[str, ...]] = {
-    "anomaly_detection": ("/traceback.py", "/linecache.py"),
-}
+SEEN_IN: Mapping[str, tuple[str, ...]] = {"anomaly_detection": ("/traceback.py", "/linecache.py")}
 """By setting: files whose code runs in the training thread for its sake. Autograd's anomaly
 detection writes down the stack of each operator that it is to name in its errors."""
 _CHECKS_RATIO = 1.0

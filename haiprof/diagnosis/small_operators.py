@@ -20,14 +20,7 @@ from haiprof.diagnosis.job_time import JobTime
 from haiprof.diagnosis.opportunities import CodePlace, Opportunity, code_place, opportunity
 from haiprof.diagnosis.thresholds import MANY_OPERATORS, OPERATOR_CALL_NS
 from haiprof.run_analysis.code_samples import CodeSamples, CodeTree, Frame
-from haiprof.run_analysis.ledger import (
-    JOB,
-    MODULE_FILE,
-    NO_CORE,
-    OPERATORS,
-    PYTHON,
-    TimeTable,
-)
+from haiprof.run_analysis.ledger import JOB, MODULE_FILE, NO_CORE, OPERATORS, PYTHON, TimeTable
 from haiprof.run_analysis.lines import innermost_stack, written_in
 from haiprof.run_analysis.step_positions import (
     AFTER_STEP,
