@@ -12,7 +12,6 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.code_places import place_text
-from haiprof.base.intervals import Ints
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger, position_words
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import bytes_text, duration_text, number_text, ratio_text, shorten, visible
@@ -230,9 +229,10 @@ def _findings(
         rows += (_with_samples(found, fact) for fact in facts if fact.rule not in named)
         rows = [_name_setting(inputs, found, row) if row.setting else row for row in rows]
     rows.sort(key=lambda row: (
-        row.rule != STANDSTILL, SEVERITIES.index(row.severity), -_order_ratio(row)
+        row.rule != STANDSTILL, SEVERITIES.index(row.severity),
+        -(_sure_ratio(row) if row.rule == NEIGHBOURS else row.lost_ratio or 0.0),
     ))  # fmt: skip
-    # What others do on the machine stands behind all that surely gains more.
+    # What others do on the machine counts by what is sure, behind all that surely gains more.
     at = next((place for place, row in enumerate(rows) if row.rule == NEIGHBOURS), None)
     if at is not None:
         more = [place for place, row in enumerate(rows) if _sure_ratio(row) > _sure_ratio(rows[at])]
@@ -506,7 +506,9 @@ def _with_operators_beside(found: RunLedger, account: Account, said: Finding) ->
     if spent_ns < PROBLEM_RATIO * found.ledger.mean_ns:
         return said
     whole = np.concatenate([rows for _, rows in same])
-    if _held_ratio(found, whole) < DISPATCH_RATIO:
+    seen = np.unique(found.table.sample[whole])
+    held = found.samples.lock_wait[seen[seen >= 0]] == LOCK_HELD
+    if held.mean() < DISPATCH_RATIO:  # the thread held the interpreter lock for less of the time
         return said
     text = f"; the small operators that it calls take another {duration_text(spent_ns)}"
     if account.position in ("forward", "loss") and has_gradients(found.table, whole):
@@ -523,12 +525,6 @@ _ALL_AT_ONCE = (
     "do it for all elements at once, without a loop (batched operators, torch.stack, torch.vmap); "
     "where each round needs the one before, torch.compile makes the calls cheaper"
 )
-
-
-def _held_ratio(found: RunLedger, rows: Ints) -> float:
-    """Of the samples of some rows, the share in which the thread held the interpreter lock."""
-    seen = np.unique(found.table.sample[rows])
-    return float((found.samples.lock_wait[seen[seen >= 0]] == LOCK_HELD).mean())
 
 
 def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") -> str:

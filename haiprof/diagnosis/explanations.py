@@ -742,19 +742,14 @@ def _code(question: Question) -> Finding:
          "where it is for a log, do it every N steps"),
         (True, _DO.get(position, _OUTSIDE)),
     )  # fmt: skip
+    first, *others = [WHERE.get(each, each) for each in (position, *account.elsewhere)]
+    where = f"{first} and {others[0] if len(others) == 1 else 'elsewhere'}" if others else first
     return Finding(
         rule=SLUGS.get(position, "outside_the_model"),
         cause="waits" if account.activity.startswith("wait") else account.activity,
-        title=f"{_where(account)}: {_code_text(account, lead='')}, {question.amount}"
-        f"{account.paid_aside}",
+        title=f"{where}: {_code_text(account, lead='')}, {question.amount}{account.paid_aside}",
         remedy=next(do for is_so, do in remedies if is_so) + also,
     )
-
-
-def _where(account: Account) -> str:
-    """`before forward`; of several positions the largest, and the other one where it is one."""
-    parts = [WHERE.get(each, each) for each in (account.position, *account.elsewhere)]
-    return " and ".join(parts if len(parts) < 3 else (parts[0], "elsewhere"))
 
 
 def main_callee(account: Account) -> str | None:

@@ -156,7 +156,9 @@ def _is_models_own(table: ledger.TimeTable) -> Bools:
     inside = np.isin(table.position, ledger.MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
-    of_module = np.array([*map(_calls_module, table.tree.frames), False])
+    # Whether a module runs: no `state_dict` or `load_state_dict`, which stand in that file, too.
+    of_module = np.array([*(ledger.MODULE_FILE in f.file and "_call_impl" in f.function
+                            for f in table.tree.frames), False])  # fmt: skip
     beside = np.isin(table.position, _WITH_ROLLOUTS) & table.tree.holds(of_module)[table.stack]
     if not _is_of_few(table, beside):
         inside |= beside
@@ -168,11 +170,6 @@ def _is_models_own(table: ledger.TimeTable) -> Bools:
     own &= inside & ~in_hooks(table.tree)[table.stack]
     found: Bools = own | (is_own_call & np.isin(table.work, (ledger.OPERATORS, ledger.PYTHON)))
     return found
-
-
-def _calls_module(frame: Frame) -> bool:
-    """Whether a module runs in it: no `state_dict` or `load_state_dict`, which stand there, too."""
-    return ledger.MODULE_FILE in frame.file and "_call_impl" in frame.function
 
 
 def in_hooks(tree: CodeTree) -> Bools:
@@ -245,7 +242,8 @@ def find_opportunities(
     if len(rows := take(_is_recomputed(table))):
         at = _find_checkpointing(table)
         found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
-    found += take_at(_takes_over(table) & is_input, RECEIVED, math.inf)  # workers or not: needed
+    takes_over = table.tree.within(_HANDED_OVER)[table.stack] | _holds(table, _IN_LOADER)
+    found += take_at(takes_over & is_input, RECEIVED, math.inf)  # workers or not: needed
     nowhere = table.stack == 0
     for position in np.unique(table.position[free & nowhere]).tolist():
         rows = take(nowhere & (table.position == position))
@@ -350,12 +348,6 @@ def _of_code(table: ledger.TimeTable, free: Bools) -> Iterator[Opportunity]:
         merged.setdefault(key, ([], line))[0].extend(rows)
     for numbered, line in merged.values():
         yield opportunity(table, np.array(numbered), code_place(table.tree, line.stack))
-
-
-def _takes_over(table: ledger.TimeTable) -> Bools:
-    """Per row: whether a batch that a loader's worker made is taken over in it."""
-    files = np.array([*(_HANDED_OVER in frame.file for frame in table.tree.frames), False])
-    return table.tree.holds(files)[table.stack] | _holds(table, _IN_LOADER)
 
 
 def _holds(table: ledger.TimeTable, functions: re.Pattern[str]) -> Bools:
