@@ -286,33 +286,27 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
     # in which it made batches.
     needed = FREE_CORES * CORES_FULL_RATIO * (loading.wait_share if workers == 0 else 1.0)
     free = needed if loading.free_cores is None else loading.free_cores
-    if free < needed:
-        slug, title = "cores_full", "and the cores are full"
-        less = loading.less + "; transforms on the GPU" * on_gpu
-        remedy = (
-            f"do less per sample ({less}); more workers would share the cores with training and "
-            f"with other processes ({loading.strangers_cores:.1f} cores): haiprof try-loader "
-            "measures what they gain"
-            if free + loading.strangers_cores >= needed and loading.strangers_cores >= 0.05
-            else f"more workers would not help: do less per sample ({less}), or take more cores"
-        )
-    elif workers == 0:
-        slug, title = "no_workers", "made on the training thread"
-        remedy = (
-            "do less per sample, or take a whole batch at once (Dataset.__getitems__); workers "
-            "would take time to hand a batch over, too: what they gain is measured by haiprof "
-            "try-loader"
-            if loading.wait_share < PROBLEM_RATIO
-            else f"load batches in worker processes: DataLoader(..., num_workers={_more(loading)}, "
-            f"persistent_workers=True); {_TRIED}; or do less per sample: {loading.less}"
-        )
-    else:
-        slug = "few_workers"
-        title = f"{workers} {'worker is' if workers == 1 else 'workers are'} too few"
-        remedy = (
-            f"give the DataLoader more workers (num_workers={_more(loading)}; {_TRIED}), or do "
-            f"less per sample: {loading.less}"
-        )
+    strangers, more = loading.strangers_cores, _more(loading)
+    less = loading.less + "; transforms on the GPU" * on_gpu
+    ways = (  # the first that is true
+        (free < needed <= free + strangers and strangers >= 0.05,
+         "cores_full", "and the cores are full",
+         f"do less per sample ({less}); more workers would share the cores with training and with "
+         f"other processes ({strangers:.1f} cores): haiprof try-loader measures what they gain"),
+        (free < needed, "cores_full", "and the cores are full",
+         f"more workers would not help: do less per sample ({less}), or take more cores"),
+        (workers == 0 and loading.wait_share < PROBLEM_RATIO,
+         "no_workers", "made on the training thread",
+         "do less per sample, or take a whole batch at once (Dataset.__getitems__); workers would "
+         "take time to hand a batch over, too: what they gain is measured by haiprof try-loader"),
+        (workers == 0, "no_workers", "made on the training thread",
+         f"load batches in worker processes: DataLoader(..., num_workers={more}, "
+         f"persistent_workers=True); {_TRIED}; or do less per sample: {loading.less}"),
+        (True, "few_workers", f"{workers} {'worker is' if workers == 1 else 'workers are'} too few",
+         f"give the DataLoader more workers (num_workers={more}; {_TRIED}), or do less per sample: "
+         f"{loading.less}"),
+    )  # fmt: skip
+    slug, title, remedy = next(way for is_so, *way in ways if is_so)
     return Finding(
         rule=slug, title=title, remedy=remedy, evidence=loading.evidence,
         missing=missing if loading.free_cores is not None else (*missing, "cores that are free"),

@@ -113,40 +113,27 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     by_workers = rest <= cores and not too_many and 2 * loading > wanted - busy
     threads = sum(inputs.settings[r].operator_threads or 0 for r in ranks if r in inputs.settings)
     by_threads = shared and threads > max(cores, len(ranks)) and not (spare or by_workers)
-    if by_workers:
-        remedy = (
-            "do less per sample in the DataLoader's workers, which use "
-            f"{units.number_text(loading)} cores: decode and tokenize once, ahead of training; or "
-            f"{'allow the job' if spare else 'take a node with'} more cores; what fewer workers "
-            "gain is measured by haiprof try-loader"
-        )
-    elif by_threads:
-        remedy = (
-            f"OMP_NUM_THREADS={max(cores // len(ranks), 1)}, or torch.set_num_threads: operators "
-            f"have {threads} threads on these cores"
-        )
-    elif not spare:
-        remedy = (
-            "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers), "
-            f"{'fewer ranks per node, ' if shared else ''}or take a node with more cores"
-        )
-    elif shared:
-        remedy = (
-            "give each rank cores of its own: torchrun --numa-binding=exclusive, srun "
-            "--cpus-per-task, mpirun --map-by slot:PE=N; look for a taskset or an affinity that "
-            "all ranks inherit"
-        )
-    else:
-        remedy = (
-            "allow the rank more cores (srun --cpus-per-task, docker --cpuset-cpus, a wider "
-            "taskset), or run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
-        )
+    fewer = "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
+    remedies = (  # the first that is true
+        (by_workers, "do less per sample in the DataLoader's workers, which use "
+         f"{units.number_text(loading)} cores: decode and tokenize once, ahead of training; or "
+         f"{'allow the job' if spare else 'take a node with'} more cores; what fewer workers gain "
+         "is measured by haiprof try-loader"),
+        (by_threads, f"OMP_NUM_THREADS={max(cores // len(ranks), 1)}, or torch.set_num_threads: "
+         f"operators have {threads} threads on these cores"),
+        (not spare, f"{fewer}, {'fewer ranks per node, ' * shared}or take a node with more cores"),
+        (shared, "give each rank cores of its own: torchrun --numa-binding=exclusive, srun "
+         "--cpus-per-task, mpirun --map-by slot:PE=N; look for a taskset or an affinity that all "
+         "ranks inherit"),
+        (True, "allow the rank more cores (srun --cpus-per-task, docker --cpuset-cpus, a wider "
+         f"taskset), or {fewer}"),
+    )  # fmt: skip
     return make_finding(
         f"{units.ranks_text(ranks)} share {count}{of}{f', with {threads} threads' * by_threads}"
         if shared
         else f"too few cores{' for its loader workers' if by_workers else ''}: "
         f"{units.ranks_text(ranks)} may use {cores}{of}",
-        remedy,
+        next(do for is_so, do in remedies if is_so),
         ("cores they may use", float(cores), "cores"),
         ("cores they use", busy, "cores"),
         ("cores they could use at least", wanted, "cores"),
