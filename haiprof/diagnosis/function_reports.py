@@ -95,7 +95,8 @@ def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
     functions = patterns.functions.filter(pl.col("kind") == kind)
     abnormal = _abnormal_host(functions)
     missing, facts = list(too_few_ranks(patterns)), {"abnormal": sorted_ranks(abnormal)}
-    line, title, nothing = _python_line, "CUDA runtime", _NO_RUNTIME
+    line: Callable[[str, pl.DataFrame, list[int]], str] = _python_line
+    title, nothing = "CUDA runtime", _NO_RUNTIME
     if kind == RUNTIME:
         line = partial(_runtime_line, has_short_kernels=_has_short_kernels(patterns))
     else:

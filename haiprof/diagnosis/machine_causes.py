@@ -196,7 +196,7 @@ def others_beside(inputs: RuleInputs, ranks: Sequence[int]) -> float | None:
 
 def used_by_others(inputs: RuleInputs, host: str | None) -> float | None:
     """Cores of a host that others than its ranks used; None where that is not known."""
-    if host not in inputs.node_cpus:
+    if host is None or host not in inputs.node_cpus:
         return None
     cores, hosts = inputs.node_cpus[host].core_count, inputs.hosts
     busy = inputs.counted.nodes.get(host, {}).get(None, {}).get("cpu_utilization_ratio")

@@ -337,10 +337,11 @@ def _input_sizes(number: int, rank: RankFiles) -> list[tuple[int, int, int, int]
 def _allocator(rank: RankFiles) -> tuple[int, int, int] | None:
     """Growth from the first line to the last: what came before them was warm-up."""
     lines = rank.of_type("allocator")
+    if len(lines) < 2:
+        return None
     names = ("retry_count", "oom_count", "time_ns")
-    ends = ([integer(line.get(name)) for name in names] for line in (*lines[:1], *lines[1:][-1:]))
-    pairs = zip(*ends, strict=True)
-    grown = [b - a for a, b in pairs if a is not None and b is not None] if len(lines) > 1 else []
+    first, last = ([integer(line.get(name)) for name in names] for line in (lines[0], lines[-1]))
+    grown = [b - a for a, b in zip(first, last, strict=True) if a is not None and b is not None]
     return (grown[0], grown[1], grown[2]) if len(grown) == len(names) else None
 
 

@@ -283,7 +283,7 @@ def differences(before: ComparedRun, after: ComparedRun) -> tuple[Differs, ...]:
     for kind, old in sides[0].items():
         if old is None or (new := sides[1][kind]) is None:
             continue
-        for name in sorted({*old, *new}) if kind in _OPEN else old:
+        for name in sorted({*old, *new}) if kind in _OPEN else list(old):
             ends = old.get(name), new.get(name)
             if ends[0] != ends[1] and (kind in _OPEN or None not in ends):
                 found.append(Differs(kind=kind, name=name, before=ends[0], after=ends[1]))

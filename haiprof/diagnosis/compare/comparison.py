@@ -183,7 +183,7 @@ def position_changes(before: ComparedRun, after: ComparedRun) -> tuple[PositionC
     found = []
     for clock, behind, read in (("host", "", _positions), ("device", ", device", _device_phases)):
         old, new = read(before), read(after)
-        for name in old | new if old and new else ():
+        for name in old | new if old and new else {}:
             known = difference(*(_mean(side.get(name, np.zeros(4))) for side in (old, new)))
             title = f"{ledger.position_words(name)}{behind}"
             found.append(PositionChange(title=title, name=name, clock=clock, **known))
