@@ -29,8 +29,7 @@ FAR_MIN_DIFFERENCE_RATIO = 0.10
 """And it must differ by a tenth, which MADs of nearly equal ranks do not see to: TraceML's
 straggler warning (rank-straggler-policy.md)."""
 PER_BLOCK_RATIO = 1.15
-"""How much longer a block may take on a rank with more of them before its GPU is doubted. Own
-choice."""
+"""How much longer a block may take on a rank with more of them than elsewhere. Own choice."""
 
 RANKS, FUNCTIONS, ABNORMAL = "ranks", "functions", "abnormal"
 LONG, SLOW = "above 1 %", "slower than elsewhere"

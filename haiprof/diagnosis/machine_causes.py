@@ -22,16 +22,13 @@ FAULT_NS = 2_000.0
 """What a page fault takes with a page to clear, on virtual machines: 9,000 of them took 22 ms on
 ours; hosts take about half of it. Own choice."""
 STOLEN_NOTED_RATIO = 0.05
-"""Share of the time that a main thread lost to steal. What shared machines lose on an ordinary day
-is noted. Own choice.
-"""
+"""Of the time of a main thread: what shared machines lose to steal on a usual day. Own choice."""
 PAGES_ELSEWHERE_RATIO = 0.50
 """Most of a rank's memory on nodes other than its cores'. Own choice."""
 PAGES_MIN_COUNT = 64
 """Sampled pages below which their share says nothing. Own choice."""
 HARDWARE_DIFFERENCE_RATIO = 0.15
-"""A slow rank's wait for cores, or its GPU's throttled time, beyond the typical rank's: as
-CORE_WAIT_WARNING_RATIO."""
+"""A slow rank's wait for cores, or its GPU's throttled time, beyond the typical rank's."""
 NEIGHBOURS = "busy_neighbours"
 """Rule of what the ranks wait for cores that others use."""
 SETS_THREADS = r"set_num_threads\("

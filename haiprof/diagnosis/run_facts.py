@@ -250,8 +250,7 @@ TREND_P_VALUE = 0.01
 TREND_MIN_POINTS = 8
 """Kendall's normal approximation is good from 8 points on (Kendall 1975)."""
 CREEP_RATIO = 0.10
-"""Growth of memory while steps ran, of what it was at the beginning. Own choice: less could be a
-cache that fills."""
+"""Growth of memory, of what it was at first: less could be a cache that fills. Own choice."""
 CREEP_MIN_STEPS = 50
 """Before so many steps what a job keeps by design may still fill: an optimizer's history (100
 updates of L-BFGS), caches of samples. Own choice."""

@@ -241,8 +241,7 @@ def _most(values: pl.Series) -> float | None:
 
 
 _CLOSURE_RATIO = 1.5
-"""Spans of an optimizer so much longer than its account hold a closure, in which a trainer runs the
-model. Own choice."""
+"""Spans of an optimizer so much longer than its account hold a closure. Own choice."""
 
 
 def reacted_lines(inputs: RuleInputs, ledger: Ledger | None) -> Iterator[str]:

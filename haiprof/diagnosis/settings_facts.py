@@ -24,11 +24,9 @@ from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.settings import OptimizerSettings, RankSettings, differences
 
 SWITCHED_ON_RATIO = 0.10
-"""Of the looks, one a second, at which a switch was on: below it, it was tried for a moment. Own
-choice."""
+"""Of the looks, one a second, that found a switch on: below, it was only tried. Own choice."""
 LEFT_ON_RATIO = 0.50
-"""A profiler with a schedule is on for a part of the time; one that was left on for most. Own
-choice."""
+"""A profiler with a schedule is on for less of the time than one left on. Own choice."""
 DTYPE_RATIO = 0.50
 """Most of what is trained: a few parameters of a type (a running sum) cost nothing. Own choice."""
 LOOP_MIN_TENSORS = 20
@@ -173,8 +171,7 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
 @_setting()
 def profiler_left_on(inputs: RuleInputs) -> Finding | None:
     """A profiler of the job's own records all the time."""
-    # It was on at half of the looks, which one with a schedule is not. haiprof's own trace windows
-    # do not count.
+    # It was on at half of the looks, which one with a schedule is not; haiprof's do not count.
     ranks, ratio = _ranks_with(inputs, "profiler", LEFT_ON_RATIO)
     if not ranks:
         return None

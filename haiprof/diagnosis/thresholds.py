@@ -29,18 +29,15 @@ FAR_MAD_FACTOR = 5.0
 single feature from more than 8 ranks by sqrt(log n / log 8) times as many, as extremes grow.
 EROICA (arXiv 2506.08528), as read in ../shared/research/peers.md 1.4."""
 FAR_MIN_RANKS = 4
-"""Of fewer ranks none is called abnormal: of two either could be, and the MAD of three is one
-difference. Own choice."""
+"""Of fewer none is abnormal: of two either could be, the MAD of three is one difference."""
 ABNORMAL_RATIO = 0.01
 """PerfTracker: memory operations, runtime calls and Python functions with a bottleneck ratio above
 1 % are abnormal (seed 001). What stays below on all ranks is not compared either."""
 SAME_COUNT_RATIO = 0.10
-"""Kernels whose counts differ by more than this did other work: their cost is not compared. Own
-choice."""
+"""Kernels whose counts differ by more did other work: they are not compared. Own choice."""
 
 TF32_CAPABILITY = (8, 0)
-"""Volta has the first tensor cores, Ampere TF32 (CUDA C++ Programming Guide, compute
-capabilities)."""
+"""Ampere has TF32 (CUDA C++ Programming Guide, compute capabilities)."""
 OPERATOR_CALL_NS = 5_000
 """What calling an operator of a CPU takes while it is recorded: 2.7 to 5.9 us for a product of 64
 numbers with autograd (torch 2.13). What is longer computes, and stays."""

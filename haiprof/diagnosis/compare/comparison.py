@@ -230,8 +230,7 @@ def _device_phases(side: ComparedRun) -> dict[str, Floats]:
 
 
 COMPARE_COUNTER_RATIO = 0.10
-"""A counter that changed by less is not shown: memory in use, say, is never twice the same. Own
-choice."""
+"""A counter that changed by less is not shown: memory in use is never the same. Own choice."""
 
 _LEAST_SAMPLES = 8
 _MOST_SAMPLES = 240  # longer ones are averaged by time: a second more or less tells nothing
