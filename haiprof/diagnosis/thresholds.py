@@ -29,7 +29,7 @@ FAR_MAD_FACTOR = 5.0
 single feature from more than 8 ranks by sqrt(log n / log 8) times as many, as extremes grow.
 EROICA (arXiv 2506.08528), as read in ../shared/research/peers.md 1.4."""
 FAR_MIN_RANKS = 4
-"""Of fewer none is abnormal: of two either could be, the MAD of three is one difference."""
+"""Of fewer none is abnormal: of two either could be, of three the MAD says little. Own choice."""
 ABNORMAL_RATIO = 0.01
 """PerfTracker: memory operations, runtime calls and Python functions with a bottleneck ratio above
 1 % are abnormal (seed 001). What stays below on all ranks is not compared either."""
