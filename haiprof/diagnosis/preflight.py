@@ -17,6 +17,8 @@ from haiprof.diagnosis.thresholds import (
 )
 
 T = TypeVar("T")
+Ranks = Sequence[Mapping[str, Any]]
+"""What each rank measured."""
 _NOISY = ("disk_bytes_per_s", "loader_batches_per_s")
 """What others who use the same disk or cores change: half of the peers' is needed, as of links."""
 NONE_IS_USUAL, TIMEOUT = "none is usual", "timeout"
@@ -77,9 +79,7 @@ class Preflight:
         return {what: mean_median(list(own.values())) for what, own in _rates(self.ranks).items()}
 
 
-def judge_preflight(
-    ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, float] | None = None
-) -> Preflight:
+def judge_preflight(ranks: Ranks, baseline: Mapping[str, float] | None = None) -> Preflight:
     """Compares what ranks measured (`preflight_probe`) with their peers and `Preflight.rates`."""
     known = baseline or {}
     found = [*_slow_ranks(ranks, known), *_slow_clocks(ranks, known), *_tight_limits(ranks)]
@@ -99,7 +99,7 @@ def judge_preflight(
     )
 
 
-def _rates(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+def _rates(ranks: Ranks) -> dict[str, dict[int, float]]:
     """By what was measured: each rank's."""
     found: dict[str, dict[int, float]] = {}
     for own in ranks:
@@ -132,9 +132,7 @@ def _slower(
             yield who, value, known, "baseline"
 
 
-def _slow_ranks(
-    ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, float]
-) -> Iterator[Suspect]:
+def _slow_ranks(ranks: Ranks, baseline: Mapping[str, float]) -> Iterator[Suspect]:
     hosts = {own["rank"]: own["host"] for own in ranks}
     for what, own in _rates(ranks).items():
         # All ranks wait for the slowest in an all-reduce: it says nothing of one.
@@ -146,9 +144,7 @@ def _slow_ranks(
                           against=against)  # fmt: skip
 
 
-def _slow_clocks(
-    ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, float]
-) -> Iterator[Suspect]:
+def _slow_clocks(ranks: Ranks, baseline: Mapping[str, float]) -> Iterator[Suspect]:
     """GPUs whose clock under load is below that of their peers, or held down by what is unusual."""
     clocks = {at: own["clock"]["mhz"] for at, own in enumerate(ranks)
               if own["rates"].get(_CLOCK) is not None}  # fmt: skip
@@ -166,7 +162,7 @@ def _slow_clocks(
                           reason=f"held down by {', '.join(held)}" if held else "")  # fmt: skip
 
 
-def _tight_limits(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
+def _tight_limits(ranks: Ranks) -> Iterator[Suspect]:
     """Limits below what most ranks have, and fewer GPUs; None is no limit."""
     for what in ("gpu_count", *ranks[0]["limits"]):
         own = [rank[what] if what == "gpu_count" else rank["limits"].get(what) for rank in ranks]
@@ -179,7 +175,7 @@ def _tight_limits(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
                               usual=None if usual == float("inf") else usual)  # fmt: skip
 
 
-def _faults(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
+def _faults(ranks: Ranks) -> Iterator[Suspect]:
     """Faults that a GPU tells itself: none of these is usual, whatever the peers have."""
     for rank in ranks:
         for what, value in rank.get("faults", {}).items():
@@ -188,7 +184,7 @@ def _faults(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
                               usual=0.0, against=NONE_IS_USUAL)  # fmt: skip
 
 
-def _xids(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
+def _xids(ranks: Ranks) -> Iterator[Suspect]:
     """Errors that the driver logged of a node's GPUs; a GPU that is lost has no rank."""
     for own in ranks:
         found: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
@@ -203,7 +199,7 @@ def _xids(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
                           reason=f"GPU {gpu}, last {ago} ago: {last['text']}")  # fmt: skip
 
 
-def _contradictions(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Suspect]:
+def _contradictions(ranks: Ranks) -> Iterator[Suspect]:
     """Settings of timeouts that work against each other; said once where all ranks have them."""
     own = {rank["rank"]: rank["timeouts"] for rank in ranks if "timeouts" in rank}
     found: dict[Suspect, list[int]] = {}
@@ -221,7 +217,7 @@ def _setting(variable: str, value: float, reason: str, timeout_s: float | None =
                    reason=reason)  # fmt: skip
 
 
-def _slow_links(ranks: Sequence[Mapping[str, Any]], slow: set[int | None]) -> Iterator[Suspect]:
+def _slow_links(ranks: Ranks, slow: set[int | None]) -> Iterator[Suspect]:
     """Directions between nodes, and inside them, that are far below the others of their kind."""
     # Ranks that are slow by themselves say nothing of a link.
     hosts = {own["rank"]: own["host"] for own in ranks}
@@ -239,7 +235,7 @@ def _slow_links(ranks: Sequence[Mapping[str, Any]], slow: set[int | None]) -> It
 
 
 def _below_baseline(
-    ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, float], named: set[str]
+    ranks: Ranks, baseline: Mapping[str, float], named: set[str]
 ) -> Iterator[Suspect]:
     """What all ranks share: a slow link explains a slow all-reduce, and is not said twice."""
     for what, own in _rates(ranks).items():
@@ -249,9 +245,7 @@ def _below_baseline(
             yield Suspect(what=what, value=value, usual=known, against="baseline")
 
 
-def _blame_nodes(
-    ranks: Sequence[Mapping[str, Any]], suspects: Sequence[Suspect]
-) -> tuple[str, ...]:
+def _blame_nodes(ranks: Ranks, suspects: Sequence[Suspect]) -> tuple[str, ...]:
     """Nodes of slow ranks; of slow links the node that most of them share, if there is one."""
     blamed = {one.host for one in suspects if one.to_host is None and one.host is not None}
     links = [{s.host, s.to_host} for s in suspects if s.host is not None and s.to_host is not None]
