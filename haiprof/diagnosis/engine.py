@@ -561,7 +561,8 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") 
     varies = most.gain_low_ns < PROBLEM_RATIO * mean
     if most.gain_ns >= CRITICAL_RATIO * mean and (few or varies):
         at = f" ({most.code_place})" if most.code_place else ""
-        why = f"too little was recorded to be sure ({ledger.count:,} steps)" * few or "not certain"
+        few_steps = f"too little was recorded to be sure ({ledger.count:,} steps)"
+        why = few_steps if few else "not certain"
         takes = f"{most.in_words}{at} takes {share} ({low} to {high}) of the step"
         return f"{why}: {takes}{most.paid_aside}"
     if most.gain_ns >= PROBLEM_RATIO * mean and not ledger.is_problem(most):

@@ -174,15 +174,20 @@ def next_window(run: RunPaths) -> int:
 
 def _rank_trace(member: Member, answers: Answers) -> RankTrace:
     reply = answers.replies.get(member.name, {})
-    state, reason, steps = str(reply.get("state")), text(reply.get("reason")), reply.get("steps")
+    state, reason = str(reply.get("state")), text(reply.get("reason"))
     if member in answers.silent:
         late = "took the request, and did not reach the steps in time"
         state, reason = "silent", late if state == "accepted" else "no answer"
-    whole = isinstance(steps, list) and [type(step) for step in steps] == [int, int]
     return RankTrace(
         rank=member.rank, host=member.host, state=state, reason=reason, path=None,
-        steps=(steps[0], steps[1]) if whole else None, stall_ns=integer(reply.get("stall_ns")),
+        steps=_two_numbers(reply.get("steps")), stall_ns=integer(reply.get("stall_ns")),
     )  # fmt: skip
+
+
+def _two_numbers(value: object) -> tuple[int, int] | None:
+    if isinstance(value, list) and [type(each) for each in value] == [int, int]:
+        return value[0], value[1]
+    return None
 
 
 def _with_files(run: RunPaths, found: TraceNow, answers: Answers, progress: Progress) -> TraceNow:
