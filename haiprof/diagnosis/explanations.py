@@ -575,14 +575,14 @@ def _explain_by(
 ) -> Callable[[Question], Finding]:
     """An explanation that needs no more than the account; its title has fields of it."""
 
-    def say(question: Question) -> Finding:
+    def explain(question: Question) -> Finding:
         account, at = question.account, question.account.code_place
         fields = {"amount": question.amount, "paid": account.paid, "code": _code_text(account),
                   "called": f"what {at} calls " if at else ""}  # fmt: skip
         text = title.format(**fields)
         return Finding(rule=rule, title=text, remedy=remedy, cause=cause, setting=setting)
 
-    return say
+    return explain
 
 
 _DO = {

@@ -224,7 +224,7 @@ def _ranks(patterns: Patterns, functions: pl.DataFrame) -> pl.DataFrame:
     ratios = {
         name: pl.when(due.sum() > 0).then(own.sum() / due.sum()) for name, own in parts.items()
     }
-    found = _beside(
+    found = _join_rank(
         patterns.totals.select(*columns, "has_gpu"), same.group_by("rank").agg(**ratios)
     )
     seen = found.filter("has_gpu").with_columns(type=pl.lit(""), name=pl.lit(""))
@@ -233,7 +233,7 @@ def _ranks(patterns: Patterns, functions: pl.DataFrame) -> pl.DataFrame:
         (_PACE, "is_slow", differs(_PACE, high=True)), (_USE, "is_odd", other),
     ):  # fmt: skip
         judged = with_distance(seen, column)
-        found = _beside(found, judged.select("rank", (pl.col("is_far") & off).alias(flag)))
+        found = _join_rank(found, judged.select("rank", (pl.col("is_far") & off).alias(flag)))
     slow = pl.col("is_slow")
     more = (slow & (pl.col(_WORK) - 1 >= EXPLAINED_RATIO * (pl.col(_PACE) - 1))).fill_null(
         value=False
@@ -242,7 +242,7 @@ def _ranks(patterns: Patterns, functions: pl.DataFrame) -> pl.DataFrame:
     return found.sort(slow.fill_null(value=False), "rank", descending=[True, False])
 
 
-def _beside(rows: pl.DataFrame, more: pl.DataFrame) -> pl.DataFrame:
+def _join_rank(rows: pl.DataFrame, more: pl.DataFrame) -> pl.DataFrame:
     return rows.join(more, on="rank", how="left", maintain_order="left")
 
 

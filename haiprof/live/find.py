@@ -325,9 +325,11 @@ class MissingRanks:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on all of them, for people."""
-        ranks = ranks_text([member.rank for member in self.late], "has", "have")
-        late = f"{ranks} not begun to train" if self.late else None
-        return tuple(filter(None, (late, self.note)))
+        found = [self.note] if self.note else []
+        if self.late:
+            ranks = ranks_text([member.rank for member in self.late], "has", "have")
+            found.insert(0, f"{ranks} not begun to train")
+        return tuple(found)
 
     @property
     def note(self) -> str | None:
