@@ -229,8 +229,7 @@ def _findings(
         rows += (_with_samples(found, fact) for fact in facts if fact.rule not in named)
         rows = [_name_setting(inputs, found, row) if row.setting else row for row in rows]
     rows.sort(key=lambda row: (
-        row.rule != STANDSTILL, SEVERITIES.index(row.severity),
-        -(_sure_ratio(row) if row.rule == NEIGHBOURS else row.lost_ratio or 0.0),
+        row.rule != STANDSTILL, SEVERITIES.index(row.severity), -_order_ratio(row),
     ))  # fmt: skip
     # What others do on the machine counts by what is sure, behind all that surely gains more.
     at = next((place for place, row in enumerate(rows) if row.rule == NEIGHBOURS), None)
