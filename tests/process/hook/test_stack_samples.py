@@ -354,7 +354,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]:
     ("part", "line", "share"),
     [
         ("before_a_call", "# before a call", 0.9),
-        ("before_lookups", "# looked up", 0.75),
+        ("before_lookups", "# looked up", 0.6),
         ("in_a_helper", "# returned", 0.9),
         ("in_a_method", "# returned", 0.9),
         ("in_a_generator", "# yielded", 0.9),
