@@ -408,7 +408,7 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     if largest is None:
         return
     place = place_text(largest.at.file, largest.at.line, largest.at.function)
-    beside = ", with its part of backward" * largest.has_backward
+    beside = ", with its part of backward" if largest.has_backward else ""
     ratio = largest.ns / found.ledger.mean_ns
     what, do = _OF_LOOPS[largest.kind]
     kind, much = "small operators", "some of that, haiprof --explain says how much"

@@ -130,7 +130,7 @@ def find_loops(
         at, behind = code_place(table.tree, most), np.flatnonzero(_is_of_autograd(table))
         if not has_price and at is not None:
             ns = share * (time.mean_of(table, rows) + part * time.mean_of(table, behind))
-            kind, has_backward = kinds[number] & stack_lines.LAYERS, part > 0
+            kind, has_backward = kinds[number] & stack_lines.LAYERS, bool(part > 0)
             told.recurrences.append(
                 Recurrence(at=at, kind=kind, ns=ns, has_backward=has_backward, called=called)
             )
