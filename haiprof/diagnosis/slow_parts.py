@@ -1,4 +1,4 @@
-"""A pipeline stage, a shard or a machine that the rest of the job waits for."""
+"""A pipeline stage, a shard, a machine or one rank that the rest of the job waits for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, gain_of, make_finding
 from haiprof.run_analysis.code_samples import CodeSamples
+from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.parallelism import MACHINE, Part
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_positions import BACKWARD
@@ -34,6 +35,7 @@ _REMEDIES = {
     "context shard": "divide sequences so that each part has as much attention (zigzag, striped)",
     MACHINE: "measure it against the others: `haiprof preflight`; then repair it or leave it out",
 }
+_RANK = "rank"
 _OTHERWISE = "compare what these ranks do with the others: `haiprof verdict rank`"
 
 
@@ -57,21 +59,23 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     own = _own_times(analyzer, found, ranks, samples, waits)
     if own is None:
         return None
-    best = max(
-        ((_extra(own, ranks, part), part) for parts in layout.dimensions for part in parts),
-        key=lambda pair: pair[0][0],
-    )
+    parts = [part for parts in layout.dimensions for part in parts]
+    # A rank alone that is known to be late by when its collectives begin is told by that.
+    told = () if found.late is None else found.late.ranks
+    parts += [Part(kind=_RANK, name=f"rank {r}", ranks=frozenset([r])) for r in {*ranks} - {*told}]
+    best = max(((_extra(own, ranks, part), part) for part in parts), key=lambda pair: pair[0][0])
     mean_ns = found.ledger.mean_ns
     (extra, low, high), part = best
-    if low < max(PROBLEM_RATIO * mean_ns, _APART * extra):
+    if low < PROBLEM_RATIO * mean_ns:
         return None
     works = np.isin(samples.rank, [r for r in ranks if r in part.ranks]) & ~waits
     working = samples.take(works & (samples.worker < 0))
     inside = _of_part(ranks, part)
-    usual, its_own = float(own[~inside].mean()), float(own[inside].mean())
+    its_own, usual = (float(own[chosen, 1].mean()) for chosen in (inside, ~inside))
     hosts = {host for rank, host in inputs.hosts.items() if rank in part.ranks}
+    need = "it needs" if part.kind == _RANK else "its ranks need"
     return make_finding(
-        f"{layout.names(part.ranks)} holds the job up: its ranks need "
+        f"{layout.names(part.ranks)} holds the job up: {need} "
         f"{duration_text(extra)} longer per step than the others",
         _REMEDIES.get(part.kind, _OTHERWISE),
         ("own time of a step there", its_own, "ns"),
@@ -91,7 +95,10 @@ def _own_times(
     analyzer: RunFrames, found: RunLedger, ranks: tuple[int, ...], samples: CodeSamples,
     waits: Bools,
 ) -> Floats | None:  # fmt: skip
-    """[rank]: its mean step without waiting; None where one of them was not sampled enough."""
+    """[rank, 3]: its mean step without waiting, at least, likely and at most, by its samples.
+
+    None where one of them was not sampled enough.
+    """
     # What backward does after the last collective that it began in it is waiting, too.
     trained = (samples.worker < 0) & (samples.step >= 0)
     means = found.time.average(found.time.period_ns)
@@ -105,7 +112,9 @@ def _own_times(
         weight = samples.weight_ns[chosen]
         waited = float(weight[waits[chosen]].sum()) / max(float(weight.sum()), 1.0)
         tail = (analyzer.backward_tail(rank) or 0.0) * positions[rank].get(POSITIONS[BACKWARD], 0.0)
-        own.append(max(rows[rank] * (1.0 - waited) - tail, 0.0))
+        least, most = wilson(*np.array([[1.0 - waited], [1.0]]) * chosen.sum())
+        shares = np.array([least[0], 1.0 - waited, most[0]])
+        own.append(np.maximum(rows[rank] * shares - tail, 0.0))
     return np.array(own)
 
 
@@ -117,7 +126,13 @@ def _extra(own: Floats, ranks: tuple[int, ...], part: Part) -> tuple[float, floa
     """By how much its ranks need longer: on the mean, at least and at most; 0 where not all do."""
     inside = _of_part(ranks, part)
     slow, others = own[inside], own[~inside]
-    low = float(slow.min() - others.max()) if len(slow) and len(others) else 0.0
-    if low <= 0.0:
+    if not len(slow) or not len(others):
         return 0.0, 0.0, 0.0
-    return float(slow.mean() - others.mean()), low, float(slow.max() - others.min())
+    extra = float(slow[:, 1].mean() - others[:, 1].mean())
+    low = float(slow[:, 1].min() - others[:, 1].max())
+    if low < _APART * extra:
+        return 0.0, 0.0, 0.0
+    # One of many ranks is always the slowest: alone it counts as far as its samples prove.
+    least, most = (0, 2) if part.kind == _RANK else (1, 1)
+    low = float(slow[:, least].min() - others[:, most].max())
+    return extra, low, float(slow[:, most].max() - others[:, least].min())

@@ -61,13 +61,10 @@ def test_action_fails_where_the_step_became_slower_and_says_why_in_the_summary(
     tmp_path: Path,
 ) -> None:
     assert train(tmp_path, 0.01) == 0  # there is no baseline yet
-    assert train(tmp_path, 0.01) == 0
     assert train(tmp_path, 0.08) == 10
     written = (tmp_path / "step.md").read_text()
     titles = re.findall(r"^### haiprof: (.*)", written, re.MULTILINE)
-    undecided = "not decided whether it is slower than 50%"
-    assert (titles[0], titles[2]) == (undecided, "slower than 50%")
-    assert titles[1] in (undecided, "not slower than 50%"), "a busy machine may be too noisy"
+    assert titles == ["not decided whether it is slower than 50%", "slower than 50%"]
     assert written.endswith((tmp_path / "haiprof-summary.md").read_text())
     assert (tmp_path / "output").read_text().endswith("summary=haiprof-summary.md\nstatus=10\n")
     slower = written.rpartition("### haiprof: ")[2]

@@ -48,7 +48,7 @@ for step in range(first, total):
             open(f"{out}/died-{step}", "w")
             raise ValueError("bad sample")
 """
-DEATHS = ("17", "34", "45")
+DEATHS = ("17", "34")
 RESTARTED = ("torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3",
              "--monitor-interval", "0.1")  # fmt: skip
 
@@ -68,15 +68,15 @@ def check_steps(found: dict[str, Any], out: Path) -> None:
     assert sum(start["step_count"] for start in found["starts"]) == len(trained)
     lost = len(trained) - len(set(trained))
     assert found["lost_steps"] == [lost, lost]
-    assert sum(start["kept_steps"] for start in found["starts"]) == 60
+    assert sum(start["kept_steps"] for start in found["starts"]) == 45
     first = [start["first_step"] for start in found["starts"]]
-    assert first == [0, 10, 30, 40]
-    assert [start["went_on"] for start in found["starts"]] == ["first", *["checkpoint"] * 3]
+    assert first == [0, 10, 30]
+    assert [start["went_on"] for start in found["starts"]] == ["first", *["checkpoint"] * 2]
     assert {start["file"] for start in found["starts"][1:]} == {str(out / "last.pt")}
     accounts = found["accounts"]
     # Each of them sleeps for 10 ms; the last one of a start ends with its optimizer, before that.
     assert accounts["lost_steps"] > (lost - len(DEATHS)) * 10e6
-    assert accounts["productive_steps"] > 60 * 10e6
+    assert accounts["productive_steps"] > 45 * 10e6
     assert accounts["checkpoint"] > 0
     assert accounts["uncertain_steps"] == accounts["hang"] == accounts["unknown"] == 0
 
@@ -88,18 +88,18 @@ def write(folder: Path) -> tuple[str, Path]:
     return str(script), out
 
 
-def test_three_restarts_by_torchrun_add_up(tmp_path: Path) -> None:
+def test_restarts_by_torchrun_add_up(tmp_path: Path) -> None:
     script, out = write(tmp_path)
-    job = run_job((*RESTARTED, script, str(out), "60", *DEATHS), folder=tmp_path / "run",
+    job = run_job((*RESTARTED, script, str(out), "45", *DEATHS), folder=tmp_path / "run",
                   haiprof=True, options=("--quiet",))  # fmt: skip
     assert job.log_dir is not None
     found = goodput(job.log_dir)
-    assert (len(found["runs"]), len(found["starts"])) == (1, 4), job.stderr
+    assert (len(found["runs"]), len(found["starts"])) == (1, 3), job.stderr
     check_steps(found, out)
     assert found["accounts"]["waiting_for_ranks"] > 0
     assert found["accounts"]["queue"] == 0
     assert found["accounts"]["init"] > found["accounts"]["productive_steps"], (
-        "four imports of torch"
+        "three imports of torch"
     )
 
 
@@ -107,17 +107,17 @@ def test_separate_runs_of_one_run_id_add_up_with_the_queue(tmp_path: Path) -> No
     script, out = write(tmp_path)
     jobs = [
         run_job(
-            ("python", script, str(out), "60", *DEATHS), folder=tmp_path / f"run-{number}",
+            ("python", script, str(out), "45", *DEATHS), folder=tmp_path / f"run-{number}",
             haiprof=True, options=("--quiet", "--run-id=7"), log_dir=tmp_path / "logs",
         )
-        for number in range(4)
+        for number in range(3)
     ]  # fmt: skip
-    assert [job.returncode for job in jobs] == [1, 1, 1, 0]
+    assert [job.returncode for job in jobs] == [1, 1, 0]
     found = goodput(tmp_path / "logs")
-    assert [Path(run).name for run in found["runs"]] == ["job-7", "job-7-2", "job-7-3", "job-7-4"]
+    assert [Path(run).name for run in found["runs"]] == ["job-7", "job-7-2", "job-7-3"]
     check_steps(found, out)
     assert found["accounts"]["queue"] > 0
     card = run_command(["goodput", str(tmp_path / "logs")], folder=tmp_path).stdout
-    assert "4 runs joined: --run-id 7" in card
-    assert "19 steps lost" in card
+    assert "3 runs joined: --run-id 7" in card
+    assert "13 steps lost" in card
     assert "in none of these: 0 ns" in card

@@ -57,6 +57,7 @@ torch.distributed.destroy_process_group()
 """
 ONE = (sys.executable,)
 TWO = (*ONE, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+EIGHT = (*TWO[:-1], "8")
 TRACED = ("--trace-shapes", "--trace-memory", "--trace-flops", "--trace-modules")
 
 # Name: what starts it, haiprof's options, the program behind PRELUDE.
@@ -122,6 +123,60 @@ train(net(), 150, after=log)
     "two_ranks_traced": (TWO, ("--steps", "30:31", "--execution-trace"),
                          f"{BEGIN}train(model, 50, sleep_s=0.01 * rank){END}"),
     "compiled": (ONE, (), "train(torch.compile(net()), 100)"),
+    "eight_ranks": (EIGHT, (), """
+import socket
+rank = int(os.environ["RANK"])
+data, stage, tensor = rank // 4, rank // 2 % 2, rank % 2
+machine = data ^ stage  # of each shard and stage, both machines have some ranks
+socket.gethostname = lambda: f"node{machine}"
+import torch.distributed as dist
+dist.init_process_group("gloo")
+
+def family(members, name):
+    groups = [dist.new_group(ranks, group_desc=name) for ranks in members]
+    return next(group for group, ranks in zip(groups, members) if rank in ranks)
+
+TP = family([[0, 1], [2, 3], [4, 5], [6, 7]], "TENSOR_MODEL_PARALLEL_GROUP")
+PP = family([[0, 2], [1, 3], [4, 6], [5, 7]], "mesh_pp")
+DP = family([[0, 4], [1, 5], [2, 6], [3, 7]], "data_parallel")
+
+class Part(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    def forward(self, x):
+        if is_slow[fault]:
+            time.sleep(0.02)
+        y = self.net(x)
+        whole = y.detach().clone()
+        dist.all_reduce(whole, group=TP)
+        return y + (whole - y.detach())
+
+is_slow = {"stage": stage == 1, "shard": data == 1, "machine": machine == 1, "rank": rank == 5,
+           "none": False}
+part, peer = Part(), rank + 2 if stage == 0 else rank - 2
+optimizer = torch.optim.SGD(part.parameters(), lr=1e-4)
+for fault in is_slow:
+    dist.barrier()
+    for step in range(60):
+        if stage == 0:
+            y = part(torch.randn(16, 64))
+            dist.send(y.detach(), peer, group=PP)
+            gradient = torch.empty(16, 64)
+            dist.recv(gradient, peer, group=PP)
+            y.backward(gradient)
+        else:
+            x = torch.empty(16, 64)
+            dist.recv(x, peer, group=PP)
+            x.requires_grad_()
+            part(x).square().sum().backward()
+            dist.send(x.grad, peer, group=PP)
+        for parameter in part.parameters():
+            dist.all_reduce(parameter.grad, group=DP)
+        optimizer.step()
+        optimizer.zero_grad()
+dist.barrier()
+"""),
 }  # fmt: skip
 
 

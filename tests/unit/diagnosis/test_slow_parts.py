@@ -1,0 +1,56 @@
+"""Eight real ranks, DP x PP x TP: a stage, a shard, a machine and one rank are slow in turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.verdict import Verdict
+from haiprof.run_analysis.parallelism import find_layout
+from haiprof.run_analysis.run_files import open_run
+from haiprof.run_analysis.run_frames import RunFrames
+
+RUN = Path(__file__).parents[2] / "data/runs/eight_ranks"
+STEPS = 60  # of each fault
+FAULTS = ("stage", "shard", "machine", "rank", "none")
+
+
+def judge(fault: str) -> Verdict:
+    first = FAULTS.index(fault) * STEPS
+    inside = pl.col("step").is_between(first + 1, first + STEPS - 2)
+    steps = RunFrames(RUN).steps().filter(inside)
+    ends = (steps["start_ns"] + steps["step_ns"]).to_list()
+    return diagnose(RunFrames(RUN, between=(min(steps["start_ns"]), max(ends))))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("stage", "pipeline stage 1 of 0-1 (ranks 2, 3, 6 and 7) holds the job up: its ranks need"),
+        ("shard", "data shard 1 of 0-1 (ranks 4-7) holds the job up: its ranks need"),
+        ("machine", "machine node1 (ranks 2-5) holds the job up: its ranks need"),
+        ("rank", "rank 5 (PP 0, TP 1, DP 1) holds the job up: it needs"),
+    ],
+)
+def test_part_that_is_slow_is_named_as_what_it_is(fault: str, said: str) -> None:
+    verdict = judge(fault)
+    assert verdict.headline.startswith(said)
+    first = verdict.findings[0]
+    assert first.gain is not None
+    assert 15e6 < first.gain.step_ns - first.gain.left_ns < 30e6, "the sleep of 20 ms"
+    assert first.code_lines[0].function == "Part.forward"
+    assert not any("collectives between the phases" in each.title for each in verdict.findings)
+
+
+def test_no_part_is_named_where_none_is_slow() -> None:
+    assert "slow_part" not in [finding.rule for finding in judge("none").findings]
+
+
+def test_ranks_have_coordinates() -> None:
+    layout = find_layout(open_run(RUN))
+    assert layout is not None
+    assert layout.names([5]) == "rank 5 (PP 0, TP 1, DP 1)"
+    assert layout.names([1, 4]) == "ranks 1 and 4"
