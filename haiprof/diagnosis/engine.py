@@ -164,6 +164,7 @@ def judge(
         next_command=_next_command(run, inputs, findings, death),
         notes=(
             *([WORDS[inputs.marked_by]] if inputs.marked_by else []),
+            *run_notes.untrained_notes(inputs.untrained),
             *run_notes.late_start_notes(analyzer),
             *analyzer.notes(),
             *run_notes.attempt_notes(analyzer.steps()),

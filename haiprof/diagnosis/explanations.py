@@ -441,6 +441,8 @@ def _collections(question: Question) -> Finding:
 
 def _link(question: Question) -> Finding:
     inputs, account = question.inputs, question.account
+    if any(_RECEIVES.search(callee) for callee in account.callees):
+        return _receive(question)
     if account.position not in ("backward", "forward"):
         return Finding(
             rule="blocking_collectives",
@@ -467,6 +469,33 @@ def _link(question: Question) -> Finding:
         f"{question.amount}, not counting the wait for late ranks{buckets}",
         remedy=f"{first}measure {between} (haiprof doctor; iperf3, nccl-tests); send less: "
         f"{spares}compress with a communication hook (bf16_compress_hook), or larger batches",
+    )
+
+
+_RECEIVES = re.compile(r"\.(?:i?recv|recv_object_list|_?batch_isend_irecv)$")
+
+
+def _receive(question: Question) -> Finding:
+    """Who waits for another rank's data is told what that rank does meanwhile."""
+    inputs, account = question.inputs, question.account
+    known = inputs.analyzer.files.last_attempts()
+    senders = sorted(known.keys() - set(account.ranks or inputs.world))
+    samples = inputs.analyzer.code_samples(senders)
+    frames = ["/torch/distributed/" in frame.file for frame in samples.tree.frames]
+    works = ~samples.tree.holds(np.array([*frames, False]))[samples.stack] & (samples.worker < 0)
+    lines = code_lines(samples.take(works), "their time", 1.0)[:1]
+    does = "".join(
+        f" ({ratio_text(line.share)} of its time: "
+        f"{place_text(line.file, line.line, line.function)})" for line in lines
+    )  # fmt: skip
+    who = ranks_text(senders) if senders else "other ranks"
+    verb, pronoun = ("sends", "it does") if len(senders) == 1 else ("send", "they do")
+    return Finding(
+        rule="blocking_collectives",
+        cause="receive",
+        title=f"waiting for what {who} {verb}, {question.amount}",
+        remedy=f"shorten what {pronoun} meanwhile{does}, or let it send ahead, so that "
+        "data is there when it is asked for; pipeline stages: balance them, more micro-batches",
     )
 
 
@@ -683,6 +712,7 @@ _OF_ACTIVITY = {
 }
 
 
+_OF_OBJECTS = re.compile(r"\b(?:all_gather|gather|scatter|broadcast|send|recv)_object")
 _OF_TRAINER = (
     "the trainer does it, not the line that calls it: see which of its callbacks, loggers, metrics "
     "and plugins need this, and turn those off or run them less often"
@@ -718,11 +748,15 @@ def _code(question: Question) -> Finding:
     loop = _loop_kind(question) if of_tensors else 0
     other = account.also.activity if account.also else account.activity
     also = f"; {_OF_ACTIVITY[other]}" if other in _OF_ACTIVITY and other != account.activity else ""
+    every = f"{text} {called} {account.also.expression if account.also else ''}"
     remedies = (  # the first that is true
         (account.when == GROWING, "find what grows: a list, a history or a graph to which each "
          "step adds; keep a running value or the last N entries"),
         (position == "forward" and account.package == "numpy",
          "use tensor operators in place of numpy, or do it ahead, in the dataset"),
+        (_OF_OBJECTS.search(every) is not None,
+         "exchange tensors (all_reduce, all_gather_into_tensor): objects are pickled, sent as bytes"
+         " and built again on each rank; what stays Python data, less often"),
         *((part in called and "validate_args=False" not in text, do) for part, do in _OF_CALL),
         (account.activity in _OF_ACTIVITY, _OF_ACTIVITY.get(account.activity, "")),
         (_is_in_trainer(account), _OF_TRAINER),

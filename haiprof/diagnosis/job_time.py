@@ -38,6 +38,8 @@ _COVERED_MIN = 8
 """With fewer steps whose collectives are known, waiting is judged by the lengths of backward."""
 _ALIKE_RATIO = 0.03
 """Ranks whose mean steps differ by less than this wait for each other."""
+_UNLIKE_RATIO = 1.5
+"""Ranks whose mean steps differ by so much run different loops, as an actor and a learner do."""
 _PERIODIC = 0.8
 _RUNS_APART = 4
 """What begins at every Nth step and takes several of them has an N of so many at least: shorter
@@ -92,6 +94,10 @@ class JobTime:
     """[position]: in which part of the step it is: a part ends where ranks wait for each other."""
     covered: Bools
     """[step]: where that is known."""
+    stretch: Ints
+    """Indices into the covered steps: first ones of stretches, at whose end ranks wait for each
+    other. Most jobs do in each step; one that averages weights at every Nth step has longer ones.
+    """
     slowest: int
     """The rank whose own time is the longest on the mean."""
     idle_ns: Singles | None = None
@@ -110,11 +116,11 @@ class JobTime:
 
     @property
     def own_ns(self) -> Singles:
-        """[rank, covered step]: the period less waiting for peers."""
+        """[rank, covered step]: the period less waiting for peers, the mean over its stretch."""
         own = self.period_ns.copy()
         for waits in self.waits_ns.values():
             own -= waits
-        return self.of_covered(own)
+        return self.of_stretches(own)
 
     def position_ns(self, row: int) -> Singles:
         """[rank, step]: the time in one of the used positions, less waiting for peers."""
@@ -132,7 +138,18 @@ class JobTime:
         for position, waits in self.waits_ns.items():
             own[self.segment[position]] -= waits
         own[-1] += self.collected_ns
-        return self.of_covered(own)
+        return self.of_stretches(own)
+
+    def of_stretches(self, values: Singles) -> Singles:
+        """[..., covered step] of [..., step]: of each stretch its mean, in all of its steps."""
+        known = self.of_covered(values)
+        if len(self.stretch) == known.shape[-1]:
+            return known
+        count = self.count[self.covered]
+        whole = np.add.reduceat(known * count, self.stretch, axis=-1)
+        means = (whole / np.add.reduceat(count, self.stretch)).astype(np.float32)
+        found: Singles = np.repeat(means, np.diff(self.stretch, append=len(count)), axis=-1)
+        return found
 
     def of_covered(self, values: Singles) -> Singles:
         """[..., covered step] of [..., step]; a view where that is all of them."""
@@ -185,7 +202,7 @@ class JobTime:
             return mean
         own = self.own_by_segment()
         slowest = own.max(axis=1).sum(axis=0)
-        own -= self.of_covered(parts)
+        own -= self.of_stretches(parts)
         gained: Singles = slowest - own.max(axis=1).sum(axis=0)
         took = float(self.average(self.of_covered(self.period_ns)).max())
         scale = min(took / max(float(self.average(slowest)), 1.0), 1.0)
@@ -461,8 +478,11 @@ def job_time(
             idle[row] = device[rank].idle_ns(at[0], period[row])
     means = average(period, count)
     alike = len(ranks) > 1 and float(np.ptp(means)) < _ALIKE_RATIO * float(means.max())
+    in_step = len(ranks) > 1 and float(means.max()) < _UNLIKE_RATIO * float(means.min())
     backward = cells[list(used).index(BACKWARD)] if BACKWARD in used else collected
-    waits, covered, segment = _peer_waits(ranks, common, backward, peers, tails or {})
+    waits, covered, segment, stretch = _peer_waits(
+        ranks, common, count, backward, peers, tails or {}
+    )
     own_means = means - average(_sum_of(waits, period), count)
     return JobTime(
         ranks=ranks,
@@ -475,10 +495,11 @@ def job_time(
         collected_ns=collected,
         period_ns=period,
         totals_ns=totals,
-        waits_for_all=len(ranks) > 1 and (peers is not None or alike),
+        waits_for_all=in_step and (peers is not None or alike),
         waits_ns=waits,
         segment=segment,
         covered=covered,
+        stretch=stretch,
         slowest=ranks[int(own_means.argmax())],
         idle_ns=None if device is None else idle,
         is_idle_known=bool(device) and all(each.is_known for each in (device or {}).values()),
@@ -574,6 +595,9 @@ class PeerWaits(NamedTuple):
     """By position, rank and step."""
     early: frozenset[int]
     """Positions that begin with it: all else in them comes after (broadcasts before forward)."""
+    known: Mapping[int, Sequence[tuple[int, int]]] = {}
+    """By rank: first and last steps of stretches in which all of a group's collectives are known:
+    in their other steps it waited for none."""
 
 
 def _sum_of(waits: Mapping[int, Singles], like: Singles) -> Singles:
@@ -587,33 +611,41 @@ def _sum_of(waits: Mapping[int, Singles], like: Singles) -> Singles:
 def _peer_waits(
     ranks: Sequence[int],
     step: Ints,
+    count: Ints,
     backward: Singles,
     peers: PeerWaits | None,
     tails: Mapping[int, float],
-) -> tuple[dict[int, Singles], Bools, Ints]:
-    """By position [rank, step], the steps where it is known, and the segment of each position.
+) -> tuple[dict[int, Singles], Bools, Ints, Ints]:
+    """`waits_ns`, `covered`, `segment` and `stretch` of a JobTime.
 
     By collectives, else by lengths of backward.
     """
     waits, seen = dict[int, Singles](), np.zeros(backward.shape, dtype=np.bool_)
+    meet = np.zeros(len(step), dtype=np.bool_)
     often = set[int]()
     for position, known in (peers.ns if peers else {}).items():
         own = np.array([[of_rank.get(number, -1) for number in step.tolist()]
                         for of_rank in (known.get(rank, {}) for rank in ranks)])  # fmt: skip
         waits[position] = np.maximum(own, 0).astype(np.float32)
         seen |= own >= 0
+        meet |= (own >= 0).all(axis=0)
         often |= {position} if (own >= 0).all(axis=0).mean() >= 0.5 else set()
+    for row, rank in enumerate(ranks):
+        for first, last in peers.known.get(rank, ()) if peers else ():
+            seen[row] |= (count == 1) & (step >= first) & (step <= last)
     segment: Ints = np.zeros(_COUNT, dtype=np.int64)
     covered = np.logical_and.reduce(seen)
     if peers is None or covered.sum() < _COVERED_MIN:
         tail = np.array([[tails.get(rank, 1.0)] for rank in ranks], dtype=np.float32)
         waiting = backward * tail
         found = {BACKWARD: waiting - waiting.min(axis=0)}
-        return found, np.ones(len(step), dtype=np.bool_), segment
+        return found, np.ones(len(step), dtype=np.bool_), segment, np.arange(len(step))
     ends = sorted({position - (position in peers.early) for position in often})
     if len(ends) > 1:  # after the last one the first segment of the next step begins
         segment = np.searchsorted(ends, np.arange(_COUNT)) % len(ends)
-    return waits, covered, segment
+    at = np.flatnonzero(covered)
+    begins = np.append(True, meet[at[:-1]] | (np.diff(at) > 1))
+    return waits, covered, segment, np.flatnonzero(begins)
 
 
 def peer_waits(
@@ -629,12 +661,15 @@ def peer_waits(
     positions on their clock, and Unix time less that.
     """
     found: dict[int, dict[int, dict[int, int]]] = {}
+    stretches: dict[int, list[tuple[int, int]]] = {}
     before, after = np.zeros(_COUNT), np.zeros(_COUNT)
     for group in groups:
         created = group.created_ns
         waited = created.min(axis=0)[1:] >= created.max(axis=0)[:-1]
         last = np.flatnonzero(np.append(waited, True))
         waits = (created.max(axis=0) - created)[:, last]
+        # Numbers left out are collectives of which nothing is known.
+        gaps = np.flatnonzero(np.diff(group.sequence)[last[:-1]] > 1) + 1
         # All ranks run the same code: one tells in which position it is, and where in that.
         positions, offset_ns = positions_of(group.ranks[0])
         at_ns = created[0][last] - offset_ns
@@ -647,13 +682,15 @@ def peer_waits(
         for row, rank in enumerate(group.ranks):
             first, begun = starts.get(rank, (0, last[:0]))
             step = np.searchsorted(begun, created[row][last], "right") - 1
+            for part in np.split(step, gaps):
+                stretches.setdefault(rank, []).append((first + part[0], first + part[-1]))
             for number, own, wait in zip(
                 step.tolist(), position.tolist(), waits[row].tolist(), strict=True
             ):
                 if number >= 0:
                     of_rank = found.setdefault(own, {}).setdefault(rank, {})
                     of_rank[first + number] = of_rank.get(first + number, 0) + wait
-    return PeerWaits(found, frozenset(np.flatnonzero(before < after).tolist()))
+    return PeerWaits(found, frozenset(np.flatnonzero(before < after).tolist()), stretches)
 
 
 def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:

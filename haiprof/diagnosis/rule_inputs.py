@@ -113,6 +113,8 @@ class RuleInputs:
     """Its stages and shards; None where no process groups tell of any."""
     marked_by: str | None
     """What marks a step where that is no training (`steps.WORDS`); None elsewhere."""
+    untrained: tuple[int, ...]
+    """Ranks that train nothing, beside others that do: their steps are not judged."""
 
     by_rank: Mapping[int, pl.DataFrame]
     """Steps of each rank, in order."""
@@ -172,6 +174,12 @@ def gather_inputs(
     steps = analyzer.steps()
     own_steps = step_frame.by_attempt(step_frame.last_attempts(steps))
     parts = dict(sorted((rank, part) for (rank, _), part in own_steps))
+    # Where some ranks train, those that do not (an actor that plays for a learner, a parameter
+    # server) run another loop, whose steps are no measure of the job's.
+    marks = {r: step_frame.untrained_boundary(part) for r, part in parts.items() if len(part)}
+    is_trained = None in marks.values()
+    untrained = tuple(r for r, mark in marks.items() if mark and is_trained)
+    parts = {rank: part for rank, part in parts.items() if rank not in untrained}
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
     folded = analyzer.blocks({r: int(part["attempt"][0]) for r, part in parts.items() if len(part)})
     own = parts if since is None else {rank: part.filter(since) for rank, part in parts.items()}
@@ -194,7 +202,7 @@ def gather_inputs(
         for rank, part in parts.items()
     ]
     ranks = analyzer.ranks()
-    others = ranks.join(spans, on="rank", how="anti")
+    unjudged = ranks.join(spans, on="rank", how="anti")
     return RuleInputs(
         analyzer=analyzer,
         steps=pl.concat([steps.clear(), *by_rank.values()]),
@@ -203,7 +211,7 @@ def gather_inputs(
         + sum(int(each.count[each.start_ns >= (since_ns or 0)].sum()) for each in folded.values()),
         first_steps=pl.concat([steps.clear(), *(part.filter(step=0) for part in first)]),
         blocks={rank: _judged_blocks(each, since_ns) for rank, each in folded.items()},
-        ranks=pl.concat([_of_judged(ranks, spans), others]).sort("rank", "attempt"),
+        ranks=pl.concat([_of_judged(ranks, spans), unjudged]).sort("rank", "attempt"),
         gpu_use=counted.of("utilization_ratio"),
         main_cores=main_cores,
         busy_cores=counted.of("cpu_cores"),
@@ -220,13 +228,14 @@ def gather_inputs(
         },
         pauses=pauses.filter(inside).drop("begin", "end"),
         loading=_of_judged(analyzer.loading(), spans),
-        settings=analyzer.settings(),
+        settings={r: own for r, own in analyzer.settings().items() if r not in untrained},
         **_read_events(analyzer.files, dict(spans.select("rank", "attempt").rows())),
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
         reactions=tuple(reactions(analyzer.files)),
         output=printed_output(analyzer.files),
         layout=find_layout(analyzer.files),
-        marked_by=step_frame.untrained_boundary(steps),
+        marked_by=None if is_trained else step_frame.untrained_boundary(steps),
+        untrained=untrained,
     )
 
 

@@ -346,7 +346,7 @@ def _subtract_found(
         total += parts
         by_position[:, each.position] += time.average(parts)
     left = time.own_ns
-    left -= time.of_covered(total)
+    left -= time.of_stretches(total)
     return np.maximum(left, 0, out=left), by_position, goes
 
 

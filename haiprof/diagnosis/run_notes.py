@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -323,6 +323,14 @@ def _inputs_grew(sizes: pl.DataFrame, reaction: Reaction) -> float | None:
 def _clock_text(wall_ns: int) -> str:
     """`14:02:11` in the reader's time zone."""
     return time.strftime("%H:%M:%S", time.localtime(wall_ns / units.NS_PER_S))
+
+
+def untrained_notes(ranks: Sequence[int]) -> list[str]:
+    """Whose steps are not judged."""
+    if not ranks:
+        return []
+    has = "has" if len(ranks) == 1 else "have"
+    return [f"{units.ranks_text(ranks)} {has} no optimizer: the steps are those of the others"]
 
 
 def late_start_notes(analyzer: RunFrames) -> Iterator[str]:

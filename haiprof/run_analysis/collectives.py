@@ -130,6 +130,7 @@ class Arrivals:
     group_name: str
     ranks: tuple[int, ...]
     kinds: tuple[str, ...]
+    sequence: Ints  # [collective]: its number in the group
     created_ns: Ints  # [rank, collective], on one clock, in the order of the group's sequence
 
 
@@ -181,7 +182,8 @@ def _arrivals(part: pl.DataFrame) -> Arrivals | None:
     table = whole["created_ns"].to_numpy().reshape(len(ranks), -1)
     return Arrivals(
         group=part["group"][0], group_name=part["group_name"][0], ranks=ranks,
-        kinds=tuple(whole["kind"].head(table.shape[1]).to_list()), created_ns=table,
+        kinds=tuple(whole["kind"].head(table.shape[1]).to_list()),
+        sequence=whole["sequence"].head(table.shape[1]).to_numpy(), created_ns=table,
     )  # fmt: skip
 
 

@@ -123,6 +123,39 @@ train(net(), 150, after=log)
     "two_ranks_traced": (TWO, ("--steps", "30:31", "--execution-trace"),
                          f"{BEGIN}train(model, 50, sleep_s=0.01 * rank){END}"),
     "compiled": (ONE, (), "train(torch.compile(net()), 100)"),
+    "actor_learner": (TWO, (), """
+torch.distributed.init_process_group("gloo")
+model, x = net(128), torch.zeros(128, 256)
+def search():
+    return sum(number * number % 7 for number in range(60_000))
+def play():
+    for _ in range(150):
+        for _ in range(3):
+            with torch.no_grad():
+                model(x)
+            search()
+        torch.distributed.send(torch.rand(128, 256), 0)
+def learn():
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(150):
+        torch.distributed.recv(x, 1)
+        optimizer.zero_grad()
+        loss_of(model(x), torch.randint(10, (128,))).backward()
+        optimizer.step()
+play() if torch.distributed.get_rank() else learn()
+"""),
+    "averaged_weights": (TWO, (), """
+torch.distributed.init_process_group("gloo")
+model = net(256)
+def average(step):
+    if step % 20 == 19:
+        both, own = [None, None], [value.tolist() for value in model.parameters()]
+        torch.distributed.all_gather_object(both, own)
+        with torch.no_grad():
+            for mine, *values in zip(model.parameters(), *both):
+                mine.copy_(sum(torch.tensor(value) for value in values) / 2)
+train(model, 400, after=average)
+"""),
     "eight_ranks": (EIGHT, (), """
 import socket
 rank = int(os.environ["RANK"])

@@ -1,4 +1,4 @@
-"""Eight real ranks, DP x PP x TP: a stage, a shard, a machine and one rank are slow in turn."""
+"""Recorded ranks that wait for a stage, a shard, a machine, one rank, a sender, or seldom."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from haiprof.run_analysis.parallelism import find_layout
 from haiprof.run_analysis.run_files import open_run
 from haiprof.run_analysis.run_frames import RunFrames
 
-RUN = Path(__file__).parents[2] / "data/runs/eight_ranks"
+RUNS = Path(__file__).parents[2] / "data/runs"
+RUN = RUNS / "eight_ranks"  # DP x PP x TP
 STEPS = 60  # of each fault
 FAULTS = ("stage", "shard", "machine", "rank", "none")
 
@@ -54,3 +55,25 @@ def test_ranks_have_coordinates() -> None:
     assert layout is not None
     assert layout.names([5]) == "rank 5 (PP 0, TP 1, DP 1)"
     assert layout.names([1, 4]) == "ranks 1 and 4"
+
+
+def test_who_waits_for_a_sender_is_told_what_that_does() -> None:
+    """Ranks that train nothing run a loop of their own: their steps are not judged."""
+    verdict = diagnose(RunFrames(RUNS / "actor_learner"))
+    assert verdict.headline.startswith("waiting for what rank 1 sends")
+    assert "search" in verdict.findings[0].remedy
+    assert (verdict.step_count, verdict.ranks) == (150, (0,))
+    assert "rank 1 has no optimizer: the steps are those of the others" in verdict.notes
+    assert not any("other settings" in each.title for each in verdict.findings)
+
+
+def test_what_ranks_do_where_they_meet_is_a_part_of_all_steps() -> None:
+    """They meet in each 20th step, for longer than a usual step takes."""
+    verdict = diagnose(RunFrames(RUNS / "averaged_weights"))
+    assert verdict.ledger is not None
+    first = verdict.findings[0]
+    assert first.gain is not None
+    assert "average (train.py:39" in first.title
+    assert first.remedy.startswith("exchange tensors")
+    in_all = sum(a.ns_per_step for a in verdict.ledger.accounts if a.function == "average")
+    assert first.gain.step_ns - first.gain.left_ns < 1.2 * in_all < 0.8 * verdict.ledger.mean_ns
