@@ -441,8 +441,9 @@ def _collections(question: Question) -> Finding:
 
 def _link(question: Question) -> Finding:
     inputs, account = question.inputs, question.account
-    if any(_RECEIVES.search(callee) for callee in account.callees):
-        return _receive(question)
+    for pattern, does in _POINT_TO_POINT:
+        if any(pattern.search(callee) for callee in account.callees):
+            return _waits_for_peer(question, does)
     if account.position not in ("backward", "forward"):
         return Finding(
             rule="blocking_collectives",
@@ -472,11 +473,14 @@ def _link(question: Question) -> Finding:
     )
 
 
-_RECEIVES = re.compile(r"\.(?:i?recv|recv_object_list|_?batch_isend_irecv)$")
+_POINT_TO_POINT = (
+    (re.compile(r"\.(?:i?recv|recv_object_list|batch_isend_irecv)$"), "send"),
+    (re.compile(r"\.(?:i?send|send_object_list)$"), "receive"),
+)
 
 
-def _receive(question: Question) -> Finding:
-    """Who waits for another rank's data is told what that rank does meanwhile."""
+def _waits_for_peer(question: Question, does: str) -> Finding:
+    """Who waits for another rank to send or receive is told what that rank does meanwhile."""
     inputs, account = question.inputs, question.account
     known = inputs.analyzer.files.last_attempts()
     senders = sorted(known.keys() - set(account.ranks or inputs.world))
@@ -484,18 +488,18 @@ def _receive(question: Question) -> Finding:
     frames = ["/torch/distributed/" in frame.file for frame in samples.tree.frames]
     works = ~samples.tree.holds(np.array([*frames, False]))[samples.stack] & (samples.worker < 0)
     lines = code_lines(samples.take(works), "their time", 1.0)[:1]
-    does = "".join(
+    place = "".join(
         f" ({ratio_text(line.share)} of its time: "
         f"{place_text(line.file, line.line, line.function)})" for line in lines
     )  # fmt: skip
     who = ranks_text(senders) if senders else "other ranks"
-    verb, pronoun = ("sends", "it does") if len(senders) == 1 else ("send", "they do")
+    pronoun = "it does" if len(senders) == 1 else "they do"
     return Finding(
         rule="blocking_collectives",
-        cause="receive",
-        title=f"waiting for what {who} {verb}, {question.amount}",
-        remedy=f"shorten what {pronoun} meanwhile{does}, or let it send ahead, so that "
-        "data is there when it is asked for; pipeline stages: balance them, more micro-batches",
+        cause=does,
+        title=f"waiting for {who} to {does}, {question.amount}",
+        remedy=f"shorten what {pronoun} meanwhile{place}, or let it {does} ahead (isend, irecv), "
+        "so that nobody waits; pipeline stages: balance them, more micro-batches",
     )
 
 

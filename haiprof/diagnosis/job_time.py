@@ -40,6 +40,8 @@ _ALIKE_RATIO = 0.03
 """Ranks whose mean steps differ by less than this wait for each other."""
 _UNLIKE_RATIO = 1.5
 """Ranks whose mean steps differ by so much run different loops, as an actor and a learner do."""
+_CLOCKS_RATIO = 0.01
+"""Of a step: clocks of ranks agree so well."""
 _PERIODIC = 0.8
 _RUNS_APART = 4
 """What begins at every Nth step and takes several of them has an N of so many at least: shorter
@@ -483,6 +485,12 @@ def job_time(
     waits, covered, segment, stretch = _peer_waits(
         ranks, common, count, backward, peers, tails or {}
     )
+    # Who waits longer in a position than it is there runs other code (a rank that dispatches
+    # batches): then it is not known which positions lie between two meetings.
+    for position, ns in waits.items():
+        there = cells[list(used).index(position)] if position in used else np.zeros_like(ns)
+        if (average(ns, count) > average(there, count) + _CLOCKS_RATIO * means).any():
+            segment = np.zeros_like(segment)
     own_means = means - average(_sum_of(waits, period), count)
     return JobTime(
         ranks=ranks,

@@ -410,6 +410,26 @@ def test_ranks_wait_for_the_slowest_of_each_part_of_a_step() -> None:
     assert time.own_ns.mean(axis=1) / NS_PER_MS == pytest.approx([35.0, 35.0])
 
 
+def test_one_rank_may_wait_where_its_own_code_is_elsewhere() -> None:
+    """Rank 0 makes the batches of both: rank 1 waits for that before its step, not in forward."""
+    ms = {rank: np.zeros((len(POSITIONS), STEPS)) for rank in (0, 1)}
+    ms[0][[PREPARE, FORWARD, BACKWARD]] = [[50.0], [2.0], [20.0]]
+    ms[1][[EVALUATION, FORWARD, BACKWARD]] = [[50.0], [2.0], [20.0]]
+    times = {rank: (own * NS_PER_MS).astype(np.int64) for rank, own in ms.items()}
+    waits = {PREPARE: (0, 50), BACKWARD: (0, 0)}
+    peers = {
+        position: {r: dict.fromkeys(range(STEPS), each[r] * NS_PER_MS) for r in (0, 1)}
+        for position, each in waits.items()
+    }
+    load = lambda rank: (times[rank], np.zeros_like(times[rank]))  # noqa: E731
+    used = [PREPARE, FORWARD, BACKWARD, EVALUATION]
+    time = job_time(judged(own_numbers({0: ms[0][0], 1: ms[1][0]})), load, used,
+                    PeerWaits(peers, frozenset()))  # fmt: skip
+    parts = np.zeros((1, 2, STEPS), dtype=np.float32)
+    parts[0, 0] = 50 * NS_PER_MS
+    assert time.gains(parts).mean() == pytest.approx(50 * NS_PER_MS)
+
+
 def test_no_gain_is_longer_than_the_step_of_ranks_that_are_not_in_step() -> None:
     """Each of four is slow in its own turn, and none waits for another within a step."""
     extra = np.where(np.arange(STEPS) % 4 == np.arange(4)[:, None], 60.0 * NS_PER_MS, 0.0)

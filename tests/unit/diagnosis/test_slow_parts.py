@@ -60,7 +60,7 @@ def test_ranks_have_coordinates() -> None:
 def test_who_waits_for_a_sender_is_told_what_that_does() -> None:
     """Ranks that train nothing run a loop of their own: their steps are not judged."""
     verdict = diagnose(RunFrames(RUNS / "actor_learner"))
-    assert verdict.headline.startswith("waiting for what rank 1 sends")
+    assert verdict.headline.startswith("waiting for rank 1 to send")
     assert "search" in verdict.findings[0].remedy
     assert (verdict.step_count, verdict.ranks) == (150, (0,))
     assert "rank 1 has no optimizer: the steps are those of the others" in verdict.notes
