@@ -340,6 +340,20 @@ def _other_threads(question: Question) -> tuple[code_samples.CodeSamples, float]
     return chosen, min(float(chosen.weight_ns.sum()) / max([*trained_ns, 1.0]), 1.0)
 
 
+def _polling(question: Question) -> Finding:
+    """A sleep in a loop that asks whether another thread or process has made something."""
+    chosen, used = _other_threads(question)
+    lines = code_lines(_without_waits(chosen), "a core, in another thread", used)[:1]
+    makes = f" ({', '.join(line.location for line in lines)})" if lines else ""
+    return Finding(
+        rule="polling",
+        title=f"waiting, in sleeps, for what another thread or process makes: "
+        f"{_function_text(question.account)}, {question.amount}",
+        remedy=f"shorten what makes it{makes}, or begin it earlier; the sleep alone costs no more "
+        "than it overshoots: queue.Queue or threading.Condition wait without it",
+    )
+
+
 def _with_holder(question: Question, said: Finding) -> Finding:
     """What waits for a lock, with where other threads are meanwhile: one of them holds it."""
     samples = question.samples
@@ -870,6 +884,7 @@ _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
         setting=MAKES_LOADER,
     ),
     opportunities.SAVED: _checkpoint,
+    opportunities.POLLED: _polling,
     opportunities.RECOMPUTED: _explain_by(
         opportunities.RECOMPUTED,
         "activation checkpointing runs forward again inside backward, {amount}{code}",

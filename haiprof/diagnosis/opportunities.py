@@ -37,6 +37,7 @@ from haiprof.run_analysis.step_positions import (
     OPTIMIZER,
     PREPARE,
 )
+from haiprof.run_format.stack_lines import LAYERS, OPERATIONS_BIT, RECURRENCE
 
 FRAMEWORKS = frozenset({
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate",
@@ -65,6 +66,9 @@ _IN_LOADER = re.compile(re.escape(ledger.WORKER_LOADER))
 _HANDED_OVER = "/torch/multiprocessing/reductions.py"
 """What takes batches from a DataLoader's workers, and their tensors over from another process."""
 RECOMPUTED, RECEIVED, RESTARTED = "recomputation", "receiving", "worker_start"
+POLLED = "polling"
+_POLL_OPERATIONS = 3
+"""A loop that asks whether something is there, and sleeps, does no more: `while not len(queue)`."""
 SAVED = "saving"
 _SAVES = re.compile(
     r"(?:Trainer\._save_checkpoint|Trainer\.save_checkpoint|Accelerator\.save_state)\Z"
@@ -209,6 +213,15 @@ def lacks_line(table: ledger.TimeTable) -> Bools:
     return lacking
 
 
+def _is_polling(table: ledger.TimeTable) -> Bools:
+    """[row]: its innermost line of the job is in a loop that does little but ask and sleep."""
+    tree = table.tree
+    kinds = np.array([*(frame.loop_kind for frame in tree.frames), 0])
+    polls = (kinds & LAYERS == RECURRENCE) & (kinds >> OPERATIONS_BIT <= _POLL_OPERATIONS)
+    found: Bools = polls[tree.place[innermost_stack(tree)]][table.stack]
+    return found
+
+
 def find_opportunities(
     table: ledger.TimeTable, known: Sequence[Opportunity] = ()
 ) -> list[Opportunity]:
@@ -244,6 +257,7 @@ def find_opportunities(
         found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
     takes_over = table.tree.within(_HANDED_OVER)[table.stack] | _holds(table, _IN_LOADER)
     found += take_at(takes_over & is_input, RECEIVED, math.inf)  # workers or not: needed
+    found += take_at((table.activity == ledger.SLEEP) & _is_polling(table), POLLED)
     nowhere = table.stack == 0
     for position in np.unique(table.position[free & nowhere]).tolist():
         rows = take(nowhere & (table.position == position))

@@ -12,13 +12,20 @@ import pytest
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.opportunities import (
+    POLLED,
     find_opportunities,
     join_restarts,
     join_worker_cores,
     mark_needed,
 )
 from haiprof.run_analysis.ledger import ACTIVITIES
-from haiprof.run_format.stack_lines import WAIT_LETTERS, WAITS
+from haiprof.run_format.stack_lines import (
+    INDEPENDENT,
+    OPERATIONS_BIT,
+    RECURRENCE,
+    WAIT_LETTERS,
+    WAITS,
+)
 from tests.unit.diagnosis.tables import (
     BARRIER,
     ENGINE,
@@ -227,6 +234,19 @@ def test_statements_of_one_line_are_opportunities_of_their_own() -> None:
     parts = find_opportunities(mark_needed(table))
     sums = sorted(float(table.ns[each.rows].sum()) / NS_PER_MS for each in parts)
     assert sums == pytest.approx([24, 36])
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [(RECURRENCE | 3 << OPERATIONS_BIT, POLLED), (INDEPENDENT | 2 << OPERATIONS_BIT, None),
+     (RECURRENCE | 9 << OPERATIONS_BIT, None)],
+    ids=["while not len(queue)", "for _ in range(n)", "a loop that works"],
+)  # fmt: skip
+def test_a_sleep_that_asks_for_something_waits_for_that(kind: int, key: str | None) -> None:
+    asks = (*job(50, "main"), "time.sleep(0.1)", 0, 49, kind)
+    table = table_of(*TRAINING, ("after_step", (SCRIPT, asks), 3))
+    (found,) = (each for each in find_opportunities(mark_needed(table)) if each.at)
+    assert (found.at and found.at.line, found.key) == (50, key)
 
 
 MODEL = (MODULE, FORWARD, MODULE, LINEAR)
