@@ -384,9 +384,7 @@ def test_a_short_run_stays_whole(tmp_path: Path) -> None:
     assert packed(spans_from(rows)) == data[data.index(b"\n") + 1 :]
 
 
-def test_a_rank_s_slowest_steps_are_those_of_the_whole_run(
-    both: tuple[RunPaths, RunPaths],
-) -> None:
+def test_a_rank_s_slowest_steps_are_those_of_the_whole_run(both: tuple[RunPaths, RunPaths]) -> None:
     whole, other = (one_rank_summary(RunFrames(run.root), 1) for run in both)
     assert [each.step for each in other.slowest] == [each.step for each in whole.slowest]
     assert other.step_count == whole.step_count

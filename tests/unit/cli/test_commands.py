@@ -186,11 +186,7 @@ def test_verdict_save_writes_the_report(
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_error_is_one_line_and_a_status(
-    job: RunPaths,
-    words: list[str],
-    status: int,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    job: RunPaths, words: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([word.format(run=job.root) for word in words]) == status
     output = capsys.readouterr()

@@ -203,9 +203,7 @@ def test_completion_names_every_command(shell: str, capsys: pytest.CaptureFixtur
     assert script == completion_script(shell)
 
 
-def test_completion_of_an_unknown_shell_lists_the_known(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_completion_of_an_unknown_shell_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert haiprof(["completion", "tcsh"]) == 2
     assert "bash, zsh, fish" in capsys.readouterr().err
 

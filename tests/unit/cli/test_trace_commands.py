@@ -268,11 +268,7 @@ SLOW, FAST = (200, 202, 204, 206, 208, 210), (100, 102, 104, 106, 108, 110)
     [(SLOW, "5%", 10), (SLOW, "5", 10), (SLOW, "120%", 0), (FAST, "5%", 0), ((300,), "5%", 5)],
 )
 def test_diff_fails_where_steps_are_slower(
-    tmp_path: Path,
-    test: Sequence[int],
-    percent: str,
-    status: int,
-    run: Run,
+    tmp_path: Path, test: Sequence[int], percent: str, status: int, run: Run
 ) -> None:
     before, after = steps_of(tmp_path / "before", FAST), steps_of(tmp_path / "after", test)
     found, out, err = run("trace-diff", before, after, "--fail-if-slower", percent)

@@ -107,11 +107,7 @@ def test_what_if_says_what_one_rank_alone_cannot_change(
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_what_if_error_is_one_line(
-    trace: Path,
-    words: list[str],
-    status: int,
-    message: str,
-    run: Run,
+    trace: Path, words: list[str], status: int, message: str, run: Run
 ) -> None:
     found, out, err = run("what-if", *(word.replace("{}", str(trace)) for word in words))
     assert (found, out) == (status, "")

@@ -41,10 +41,7 @@ class Server:
     """A collector that decodes what is posted, and answers as it is told to."""
 
     def __init__(
-        self,
-        answers: Sequence[tuple[int, Mapping[str, str], bytes]] = (),
-        *,
-        hangs: bool = False,
+        self, answers: Sequence[tuple[int, Mapping[str, str], bytes]] = (), *, hangs: bool = False
     ) -> None:
         self.requests: list[ExportMetricsServiceRequest] = []
         self.heads: list[Mapping[str, str]] = []

@@ -143,11 +143,7 @@ def test_cgroup_limits_are_the_least_of_the_visible_ancestors(
     sampler = opened(CgroupSampler(Node(root=tree.root)))
     found = sampled(sampler)
     limits = {name: (r["cpu_limit_cores"], r["memory_limit_bytes"]) for name, r in found.items()}
-    assert limits == {
-        "own": (4.0, 1 << 33),
-        "job_7": (4.0, 1 << 33),
-        "slurm": (9.0, 1 << 33),
-    }
+    assert limits == {"own": (4.0, 1 << 33), "job_7": (4.0, 1 << 33), "slurm": (9.0, 1 << 33)}
 
 
 def test_cgroup_throttled_by_an_ancestor_shows_in_the_ancestors_record(

@@ -9,13 +9,7 @@ import pytest
 
 from haiprof.agent.samplers.memory_traffic import RemoteMemorySampler, core_events
 from haiprof.agent.samplers.table import Node
-from haiprof.linux.perf_events import (
-    EXCLUDE_KERNEL,
-    INHERIT,
-    TYPE_HARDWARE,
-    TYPE_RAW,
-    Event,
-)
+from haiprof.linux.perf_events import EXCLUDE_KERNEL, INHERIT, TYPE_HARDWARE, TYPE_RAW, Event
 from haiprof.linux.readings import Unavailable
 from haiprof.linux.topology import read_cpu
 from haiprof.run_format.layout import RunPaths

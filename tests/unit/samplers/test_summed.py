@@ -9,8 +9,7 @@ from haiprof.linux.readings import Unavailable
 
 NAMES = (b"sda", b"sdb", b"nvme0n1")
 growths = st.dictionaries(
-    st.sampled_from(NAMES),
-    st.tuples(st.integers(0, 1 << 50), st.integers(0, (1 << 31) - 1)),
+    st.sampled_from(NAMES), st.tuples(st.integers(0, 1 << 50), st.integers(0, (1 << 31) - 1))
 )
 
 

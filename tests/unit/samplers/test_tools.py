@@ -112,9 +112,7 @@ def test_root_of_another_user_namespace_has_no_perf_rights(root: Path) -> None:
 
 def test_seccomp_filter_is_named_beside_what_it_may_deny(root: Path) -> None:
     write(
-        root,
-        sys__kernel__perf_event_paranoid="1",
-        self__status=status(NO_CAPABILITIES, seccomp=2),
+        root, sys__kernel__perf_event_paranoid="1", self__status=status(NO_CAPABILITIES, seccomp=2)
     )
     own = permission(root, "perf_own_processes")
     assert own.status == "available"

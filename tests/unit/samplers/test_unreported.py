@@ -4,11 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from haiprof.agent.node_agent import (
-    Unreported,
-    find_unreported,
-    interpreter_flags,
-)
+from haiprof.agent.node_agent import Unreported, find_unreported, interpreter_flags
 from tests.fakes import FakeProcess, FakeTree
 
 BOOT = Path("/logs/run/boot")

@@ -130,8 +130,7 @@ def swept(events: list[dict[str, Any]], window: tuple[int, int]) -> Counter[str]
 
 
 @pytest.mark.parametrize(
-    "name",
-    first_of(["tl_h100_qwen05_mem_stack", "dlrm_v100_8ranks"], "tl_h100_qwen05_mem_stack"),
+    "name", first_of(["tl_h100_qwen05_mem_stack", "dlrm_v100_8ranks"], "tl_h100_qwen05_mem_stack")
 )
 def test_ledger_agrees_with_a_sweep_over_the_raw_file(name: str) -> None:
     whole: Counter[str] = Counter()
