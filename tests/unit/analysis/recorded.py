@@ -56,11 +56,9 @@ def spans_from(rows: Sequence[tuple[int, int, int, int]]) -> Spans:
     """Spans from (kind, tag, start, end)."""
     table = np.array(rows, dtype=np.int64).reshape(-1, 4)
     return Spans(
-        kind=table[:, 0].astype(np.int8),
-        tag=table[:, 1].astype(np.int8),
-        start_ns=table[:, 2],
+        kind=table[:, 0].astype(np.int8), tag=table[:, 1].astype(np.int8), start_ns=table[:, 2],
         end_ns=table[:, 3],
-    )
+    )  # fmt: skip
 
 
 def packed(spans: Spans) -> bytes:
@@ -78,12 +76,10 @@ def write_run(root: Path, *, name: str = "job") -> RunPaths:
     write_manifest(
         run,
         Manifest(
-            haiprof_version="0.1.0",
-            name=name,
-            command=["python", "train.py"],
+            haiprof_version="0.1.0", name=name, command=["python", "train.py"],
             start_wall_ns=CLOCK.wall_ns,
         ),
-    )
+    )  # fmt: skip
     return run
 
 

@@ -86,32 +86,25 @@ def test_device_times_are_summed_over_the_optimizers_of_a_step(run: RunPaths) ->
     steps = Analyzer(run.root).steps()
     assert steps["forward_device_ns"].to_list() == [40, 40]
     assert steps["other_device_ns"].to_list() == [8, 8]
+    assert steps["idle_device_ns"].to_list() == [24, 24]
+    _, _, busy = RunFrames(run.root).step_positions(0)
+    assert busy is not None
+    assert (busy[1] - busy[0]).tolist() == [30] * 4
 
 
-@pytest.mark.parametrize(
-    ("line", "rows", "expected"),
-    [
-        ("D F B O D F B O", [DEVICE_ROW, None], [20, None]),
-        ("D F B O D F B O", [DEVICE_ROW, (*DEVICE_ROW[:-1], 1)], [20, None]),
-        ("D F B O D F B O", [(float("nan"), *[float("nan")] * 4, 0), DEVICE_ROW], [None, 20]),
-        ("D F B S(O) D F B S D F B S(O) D F B S(O)", [DEVICE_ROW] * 3, [20, None, None, 20]),
-        ("D F B O E D F B O", [DEVICE_ROW] * 2, [20, 20]),
-        ("D N F B O D N F B O", [DEVICE_ROW] * 2, [None, None]),
-    ],
-)
+@pytest.mark.parametrize(("line", "rows", "expected"), [
+    ("D F B O D F B O", [DEVICE_ROW, None], [20, None]),
+    ("D F B O D F B O", [DEVICE_ROW, (*DEVICE_ROW[:-1], 1)], [20, None]),
+    ("D F B O D F B O", [(float("nan"), *[float("nan")] * 4, 0), DEVICE_ROW], [None, 20]),
+    ("D F B S(O) D F B S D F B S(O) D F B S(O)", [DEVICE_ROW] * 3, [20, None, None, 20]),
+    ("D F B O E D F B O", [DEVICE_ROW] * 2, [20, 20]),
+    ("D N F B O D N F B O", [DEVICE_ROW] * 2, [None, None]),
+])  # fmt: skip
 def test_device_time_is_null_where_it_is_not_known(
     run: RunPaths, line: str, rows: list[tuple[float, ...] | None], expected: list[int | None]
 ) -> None:
     write_device(run, line, *rows)
     assert Analyzer(run.root).steps()["forward_device_ns"].to_list() == expected
-
-
-def test_idle_time_of_a_step_is_that_of_its_records(run: RunPaths) -> None:
-    write_device(run, "D F B O0 F B O1 " * 2, *[DEVICE_ROW] * 4)
-    assert Analyzer(run.root).steps()["idle_device_ns"].to_list() == [24, 24]
-    _, _, busy = RunFrames(run.root).step_positions(0)
-    assert busy is not None
-    assert (busy[1] - busy[0]).tolist() == [30] * 4
 
 
 def test_recordings_without_idle_times_have_their_device_times(run: RunPaths) -> None:

@@ -125,6 +125,8 @@ def test_run_without_a_burst_has_an_empty_frame_of_the_same_columns(node: NodePa
     frame = bursts(node)
     assert frame.height == 0
     assert dict(frame.schema) == COUNTER_SCHEMA
+    export(node, STEADY, leave_out=["TARGET_INFO_GPU"])
+    assert bursts(node)["entity"].unique().to_list() == ["nsys gpu 0"]
 
 
 def test_burst_of_every_node_is_in_the_frame(node: NodePaths) -> None:
@@ -144,11 +146,6 @@ def test_export_that_lacks_a_table_is_named(node: NodePaths, table: str) -> None
     export(node, STEADY, leave_out=[table])
     with pytest.raises(RunFormatError, match=f"gpu.sqlite: .*{table}"):
         bursts(node)
-
-
-def test_export_without_gpu_identities_is_still_read(node: NodePaths) -> None:
-    export(node, STEADY, leave_out=["TARGET_INFO_GPU"])
-    assert bursts(node)["entity"].unique().to_list() == ["nsys gpu 0"]
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"x" * 5000, None])

@@ -128,17 +128,14 @@ def test_promise_that_did_not_come_is_not_called_true(promise: Promise) -> None:
     assert "; it became 2.00 ms (1.00 ms to 3.00 ms) longer: not" in promise_text(slower)
 
 
-@pytest.mark.parametrize(
-    ("came_ns", "width_ns", "others"),
-    [
-        (-29.2e6, 20e6, {"others_more_ns": 26.1e6}),
-        (26.9e6, 20e6, {"others_less_ns": 24.7e6}),
-        (2e6, 1e6, {"others_more_ns": 26e6, "others_less_ns": 25e6}),
-        (0.1e6, 9e6, {"others_more_ns": 26.1e6}),
-        (-29.2e6, 20e6, {}),
-        (26.9e6, 10e6, {}),
-    ],
-)
+@pytest.mark.parametrize(("came_ns", "width_ns", "others"), [
+    (-29.2e6, 20e6, {"others_more_ns": 26.1e6}),
+    (26.9e6, 20e6, {"others_less_ns": 24.7e6}),
+    (2e6, 1e6, {"others_more_ns": 26e6, "others_less_ns": 25e6}),
+    (0.1e6, 9e6, {"others_more_ns": 26.1e6}),
+    (-29.2e6, 20e6, {}),
+    (26.9e6, 10e6, {}),
+])  # fmt: skip
 def test_promise_is_not_judged_where_other_changes_are_larger(
     promise: Promise, came_ns: float, width_ns: float, others: dict[str, float]
 ) -> None:
@@ -155,23 +152,17 @@ def test_gain_that_others_alone_may_have_brought_is_too_noisy_to_tell(promise: P
     """Without any gain the step is 3 ms shorter by others, with all of it 7 ms: both may be."""
     assert came(promise, 5e6, 1e6, 9e6).came_true
     assert came(promise, 5e6, 1e6, 9e6, others_less_ns=3e6).came_true is None
-
-
-def test_gain_that_is_smaller_than_the_noise_is_too_noisy_to_tell(promise: Promise) -> None:
     wide = came(promise, 12e6, 1e6, 23e6)
     assert wide.came_true is None
     assert promise_text(wide).endswith(": too noisy to tell")
 
 
-@pytest.mark.parametrize(
-    ("ends", "expected"),
-    [
-        ((4.93e6, -7.89e6, 11.9e6), "4.93 ms shorter (between 7.89 ms longer and 11.9 ms shorter)"),
-        ((-1e6, -3e6, 2e6), "1.00 ms longer (between 3.00 ms longer and 2.00 ms shorter)"),
-        ((-2e6, -3e6, -1e6), "2.00 ms (1.00 ms to 3.00 ms) longer"),
-        ((2e6, 0.0, 4e6), "2.00 ms (0 s to 4.00 ms) shorter"),
-    ],
-)
+@pytest.mark.parametrize(("ends", "expected"), [
+    ((4.93e6, -7.89e6, 11.9e6), "4.93 ms shorter (between 7.89 ms longer and 11.9 ms shorter)"),
+    ((-1e6, -3e6, 2e6), "1.00 ms longer (between 3.00 ms longer and 2.00 ms shorter)"),
+    ((-2e6, -3e6, -1e6), "2.00 ms (1.00 ms to 3.00 ms) longer"),
+    ((2e6, 0.0, 4e6), "2.00 ms (0 s to 4.00 ms) shorter"),
+])  # fmt: skip
 def test_interval_that_crosses_0_is_said_in_words(
     promise: Promise, ends: tuple[float, float, float], expected: str
 ) -> None:
@@ -222,7 +213,7 @@ def test_time_that_moved_from_one_line_to_another_is_found_in_equal_steps(tmp_pa
     assert signs == {"decode": True, "augment": False}
 
 
-@pytest.mark.parametrize("seed", first_of(range(2, 10), 2, 5, 8))
+@pytest.mark.parametrize("seed", first_of(range(2, 10), 2))
 def test_equal_runs_have_no_certain_account(tmp_path: Path, seed: int) -> None:
     found = pair(tmp_path, seed=seed)
     assert not [one for one in found.accounts if one.is_certain]
@@ -238,16 +229,13 @@ def account(**named: Any) -> Account:
     return Account(**{**values, **named})
 
 
-@pytest.mark.parametrize(
-    ("changed", "is_known"),
-    [
-        ({"line": 9, "file": "/other/train.py"}, True),
-        ({"activity": "native", "package": "numpy"}, True),
-        ({"position": "input"}, False),
-        ({"function": "save"}, False),
-        ({"explanation": "double_precision"}, False),
-    ],
-)
+@pytest.mark.parametrize(("changed", "is_known"), [
+    ({"line": 9, "file": "/other/train.py"}, True),
+    ({"activity": "native", "package": "numpy"}, True),
+    ({"position": "input"}, False),
+    ({"function": "save"}, False),
+    ({"explanation": "double_precision"}, False),
+])  # fmt: skip
 def test_account_is_known_again_by_its_place(changed: dict[str, object], is_known: bool) -> None:
     pairs = list(_pairs([account()], [account(**changed)]))
     assert (len(pairs) == 1) is is_known

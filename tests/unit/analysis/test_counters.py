@@ -49,11 +49,8 @@ def host_row(second: int, **counts: int) -> list[float]:
 
 
 def cpu(user: int, system: int, idle: int) -> dict[str, int]:
-    return {
-        "cpu_user_ns": user * NS_PER_S,
-        "cpu_system_ns": system * NS_PER_S,
-        "cpu_idle_ns": idle * NS_PER_S,
-    }
+    counts = {"cpu_user_ns": user, "cpu_system_ns": system, "cpu_idle_ns": idle}
+    return {name: count * NS_PER_S for name, count in counts.items()}
 
 
 def test_run_of_a_haiprof_without_the_newest_counters_has_the_others(run: RunPaths) -> None:
@@ -193,31 +190,6 @@ def test_counter_of_32_bits_shows_the_true_growth_across_wraps(
     assert [flag == "wrap" for _, flag in found] == wraps
 
 
-@given(
-    parts=st.lists(
-        st.lists(st.integers(0, 1 << 40), min_size=1, max_size=6), min_size=1, max_size=5
-    )
-)
-def test_counter_of_64_bits_never_shows_growth_across_a_reset(
-    parts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Each part counts from 1 on, so a part that begins lower than the last ended was set back."""
-    run = write_run(tmp_path_factory.mktemp("run") / "run")
-    counts: list[int] = [1 << 50]
-    expected: list[float | None] = []
-    for part in parts:
-        counts.append(1)  # set back: far below what any part reaches before
-        expected.append(None)
-        for grown in part:
-            counts.append(counts[-1] + grown)
-            expected.append(float(grown))
-        counts.append(1 << 50)
-        expected.append(float((1 << 50) - counts[-2]))
-    rows = [host_row(i + 1, disk_read_bytes=v) for i, v in enumerate(counts)]
-    write_records(run.node("node0").records("host"), HOST, rows)
-    assert [rate for _, rate in values(run, "host", "disk_read_bytes_per_s")] == expected
-
-
 def rows(source: str, entity: str | None, metric: str, *values: float) -> pl.DataFrame:
     gpu = 0 if source.startswith(("gpu", "burst")) else None
     unit = "ratio" if metric.endswith("_ratio") else "bytes/s"
@@ -229,7 +201,16 @@ def rows(source: str, entity: str | None, metric: str, *values: float) -> pl.Dat
     return pl.DataFrame(content, schema=COUNTER_SCHEMA)
 
 
-def test_pcie_has_its_share_of_generation_and_lanes() -> None:
+def test_port_has_the_share_of_its_rate() -> None:
+    found = link_traffic(pl.concat([
+        rows("infiniband", "mlx5_0/1", "transmit_bytes_per_s", 5e9, 15e9),
+        rows("infiniband_health", "mlx5_0/1", "link_rate_bytes_per_s", 25e9),
+        rows("host", None, "network_receive_bytes_per_s", 1e6),
+    ]))  # fmt: skip
+    by_source = {row["source"]: row for row in found.rows(named=True)}
+    assert by_source["infiniband"]["mean_ratio"] == pytest.approx(0.4)
+    assert by_source["host"]["mean_ratio"] is None
+    assert "rate was not recorded" in by_source["host"]["missing"]
     found = link_traffic(pl.concat([
         rows("gpu", "gpu 0", "pcie_receive_bytes_per_s", 10e9, 20e9),
         rows("gpu", "gpu 0", "pcie_transmit_bytes_per_s", 1e9, 1e9),
@@ -247,18 +228,6 @@ def test_pcie_has_its_share_of_generation_and_lanes() -> None:
     assert received["missing"] is None
 
 
-def test_port_has_the_share_of_its_rate() -> None:
-    found = link_traffic(pl.concat([
-        rows("infiniband", "mlx5_0/1", "transmit_bytes_per_s", 5e9, 15e9),
-        rows("infiniband_health", "mlx5_0/1", "link_rate_bytes_per_s", 25e9),
-        rows("host", None, "network_receive_bytes_per_s", 1e6),
-    ]))  # fmt: skip
-    by_source = {row["source"]: row for row in found.rows(named=True)}
-    assert by_source["infiniband"]["mean_ratio"] == pytest.approx(0.4)
-    assert by_source["host"]["mean_ratio"] is None
-    assert "rate was not recorded" in by_source["host"]["missing"]
-
-
 def test_link_without_a_known_peak_has_no_share_but_a_burst_has() -> None:
     counters = rows("gpu", "gpu 0", "nvlink_transmit_bytes_per_s", 100e9)
     bursts = rows("burst", "gpu 0", "nvlink_transmit_ratio", 0.2, 0.6)
@@ -268,9 +237,6 @@ def test_link_without_a_known_peak_has_no_share_but_a_burst_has() -> None:
     assert (burst["link"], burst["direction"]) == ("NVLink", "sent")
     assert burst["mean_ratio"] == pytest.approx(0.4)
     assert burst["max_ratio"] == 0.6
-
-
-def test_missing_generation_is_no_share() -> None:
     (row,) = link_traffic(rows("gpu", "gpu 0", "pcie_receive_bytes_per_s", 1e9)).rows(named=True)
     assert row["mean_ratio"] is None
     assert row["missing"] == "the PCIe link's generation and lanes were not recorded"

@@ -29,19 +29,12 @@ def job(tmp_path: Path) -> Job:
 
 def watchdog_dump(job: Job, rank: int, *kinds: str, dtypes: object = ("Float",)) -> None:
     """As ProcessGroupNCCL's watchdog writes it: a pickle; the last collective is not over."""
+    states = [DONE] * (len(kinds) - 1) + ["started"]
+    more = {"input_dtypes": dtypes, "output_dtypes": dtypes}
     entries = [
-        {
-            "frames": [{"name": "step", "filename": "train.py", "line": 88}],
-            "record_id": place, "pg_id": 0, "process_group": ("0", "default_pg"),
-            "collective_seq_id": place, "p2p_seq_id": 0, "op_id": place,
-            "profiling_name": f"nccl:{kind}", "time_created_ns": 10**18 + place,
-            "input_sizes": [[4, 4]], "input_dtypes": dtypes, "output_sizes": [[4, 4]],
-            "output_dtypes": dtypes, "state": "completed" if place < len(kinds) else "started",
-            "time_discovered_started_ns": 10**18 + place, "time_discovered_completed_ns": None,
-            "retired": place < len(kinds), "timeout_ms": 600000, "is_p2p": False,
-        }
-        for place, kind in enumerate(kinds, start=1)
-    ]  # fmt: skip
+        entry(place, (kind, 4, state)) | {"profiling_name": f"nccl:{kind}"} | more
+        for place, (kind, state) in enumerate(zip(kinds, states, strict=True))
+    ]
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
     dump = {"version": "2.10", "rank": rank, "pg_config": config, "entries": entries}
     job.run.flight.mkdir(exist_ok=True)
@@ -60,13 +53,10 @@ def test_dumps_of_the_watchdog_tell_who_issued_another_collective(job: Job, dtyp
     assert "rank 1 broadcast" in death.headline
 
 
-@pytest.mark.parametrize(
-    ("ends_s", "cause", "said"),
-    [
-        ((1, 2.2, 1.1), "hang", "it never came to all_reduce 5"),
-        ((600, 1, 600.2), "crash", "rank 1 died first"),  # it aborted long before the others
-    ],
-)
+@pytest.mark.parametrize(("ends_s", "cause", "said"), [
+    ((1, 2.2, 1.1), "hang", "it never came to all_reduce 5"),
+    ((600, 1, 600.2), "crash", "rank 1 died first"),  # it aborted long before the others
+])  # fmt: skip
 def test_rank_behind_is_the_suspect_where_all_ranks_were_aborted(
     job: Job, ends_s: tuple[float, ...], cause: str, said: str
 ) -> None:
@@ -208,7 +198,7 @@ def memory(job: Job) -> GpuMemoryAtEnd:
     return at_end
 
 
-def test_headline_names_phase_step_line_holders_and_the_batch(job: Job) -> None:
+def test_headline_names_phase_step_line_holders_the_batch_and_what_had_fitted(job: Job) -> None:
     failed(job)
     death = job.death()
     assert found(death) == ("out_of_memory", (1,))
@@ -219,26 +209,20 @@ def test_headline_names_phase_step_line_holders_and_the_batch(job: Job) -> None:
         "batch was 64 x 4096, the largest before 64 x 2048 with a peak of 61.0 GiB"
     )
     assert "bound the batch" in death.remedy
-
-
-def test_what_had_fitted_rests_on_the_peak_of_the_largest_batch_before(job: Job) -> None:
-    failed(job)
     ratio = memory(job).failed.fits_ratio
     others = round(9.5 * GIB)  # of another process: torch's own text
     assert ratio == pytest.approx((79 * GIB - others - 37 * GIB) / (61 - 37) / GIB / 2)
     assert any("would have fitted" in reason for reason in memory(job).reasons)
+    assert "other processes on this GPU hold 9.50 GiB" in memory(job).reasons
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"free_cached_bytes": 3 * GIB}, True),
-        ({"free_cached_bytes": GIB}, True),  # with what the device had left
-        ({"free_cached_bytes": GIB - 1}, False),
-        ({"free_cached_bytes": 3 * GIB, "largest_free_bytes": 2 * GIB}, False),
-        ({"free_cached_bytes": None}, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"free_cached_bytes": 3 * GIB}, True),
+    ({"free_cached_bytes": GIB}, True),  # with what the device had left
+    ({"free_cached_bytes": GIB - 1}, False),
+    ({"free_cached_bytes": 3 * GIB, "largest_free_bytes": 2 * GIB}, False),
+    ({"free_cached_bytes": None}, None),
+])  # fmt: skip
 def test_fragmentation_is_said_only_where_the_request_would_have_fitted(
     job: Job, changes: dict[str, object], said: bool | None
 ) -> None:
@@ -248,15 +232,12 @@ def test_fragmentation_is_said_only_where_the_request_would_have_fitted(
     assert any("fragmentation" in reason for reason in at_end.reasons) is bool(said)
 
 
-@pytest.mark.parametrize(
-    ("held", "per_step"),
-    [
-        ([GIB, GIB, *(step * GIB for step in range(2, 40))], GIB),
-        ([GIB, 30 * GIB] + [37 * GIB] * 30, None),
-        ([step * GIB for step in range(2, 12)] + [12 * GIB] * 20, None),
-        ([GIB, 2 * GIB, 3 * GIB, 4 * GIB], None),
-    ],
-)
+@pytest.mark.parametrize(("held", "per_step"), [
+    ([GIB, GIB, *(step * GIB for step in range(2, 40))], GIB),
+    ([GIB, 30 * GIB] + [37 * GIB] * 30, None),
+    ([step * GIB for step in range(2, 12)] + [12 * GIB] * 20, None),
+    ([GIB, 2 * GIB, 3 * GIB, 4 * GIB], None),
+])  # fmt: skip
 def test_steady_growth_is_told_from_warm_up(
     job: Job, held: list[int], per_step: float | None
 ) -> None:
@@ -267,11 +248,6 @@ def test_steady_growth_is_told_from_warm_up(
     assert any("grew from step to step" in r for r in at_end.reasons) is (per_step is not None)
     if per_step is not None:
         assert "kept from each step" in job.death().remedy
-
-
-def test_other_processes_on_the_gpu_count(job: Job) -> None:
-    failed(job)
-    assert "other processes on this GPU hold 9.50 GiB" in memory(job).reasons
 
 
 def test_torchs_own_text_is_enough_for_the_numbers(job: Job) -> None:
@@ -288,13 +264,9 @@ def test_texts_of_other_torches_and_others_are_taken_as_far_as_they_go() -> None
     old = parse_torch_message(OLD_TEXT)
     assert old is not None
     assert (old.requested_bytes, old.allocated_bytes) == (GIB, None)
-    assert (
-        parse_torch_message("DefaultCPUAllocator: not enough memory: you tried to allocate 8")
-        is None
-    )
-    assert parse_torch_message("HIP out of memory. Tried to allocate 512 bytes.") == GpuOutOfMemory(
-        requested_bytes=512
-    )
+    assert parse_torch_message("DefaultCPUAllocator: not enough memory: you tried to allo") is None
+    hip = parse_torch_message("HIP out of memory. Tried to allocate 512 bytes.")
+    assert hip == GpuOutOfMemory(requested_bytes=512)
 
 
 def test_failure_that_the_job_caught_long_before_is_not_its_death(job: Job) -> None:
@@ -304,15 +276,12 @@ def test_failure_that_the_job_caught_long_before_is_not_its_death(job: Job) -> N
     assert at_end.failed.batch == ()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"batch": 7, "held": [], "largest": {"shapes": [], "peak_bytes": "x"}, "line": "train.py"},
-        {"allocated_bytes": -1, "requested_bytes": 1 << 80, "snapshot": "../../etc/passwd.pickle"},
-        {"batch": [[-1, "x"], 3, [2] * 99] * 99, "phase": 1, "module": ["x"], "step": 1e300},
-        {"snapshot": "absent.pickle"},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {"batch": 7, "held": [], "largest": {"shapes": [], "peak_bytes": "x"}, "line": "train.py"},
+    {"allocated_bytes": -1, "requested_bytes": 1 << 80, "snapshot": "../../etc/passwd.pickle"},
+    {"batch": [[-1, "x"], 3, [2] * 99] * 99, "phase": 1, "module": ["x"], "step": 1e300},
+    {"snapshot": "absent.pickle"},
+])  # fmt: skip
 def test_damaged_notes_are_left_out(job: Job, changes: dict[str, object]) -> None:
     failed(job, **changes)
     assert "out of GPU memory" in job.death().headline
@@ -398,26 +367,22 @@ def test_rank_without_a_dump_and_a_send_that_waits_are_notes(tmp_path: Path) -> 
 
 
 def test_dumps_that_torch_wrote_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["trace", "flight-recorder", *(str(DUMPS / f"gloo_{r}.pickle") for r in (0, 1))]) == 0
-    )
+    files = [str(DUMPS / f"gloo_{rank}.pickle") for rank in (0, 1)]
+    assert main(["trace", "flight-recorder", *files]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("rank 1 has not come to all_reduce 8 of group default_pg")
     assert "barrier 7 at train.py:23 in step" in said
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "no dump of the Flight Recorder"),
-        (b"{", "no dump of the Flight Recorder"),
-        (b"{}", "it has no entries"),
-        (b'{"entries": [{"collective_seq_id": "x"}]}', "no dump of the Flight Recorder"),
-        (b'{"entries": 7}', "no dump of the Flight Recorder"),
-        (pickle.dumps(OSError), "not one of plain values"),
-        (pickle.dumps({"segments": []}), "it has no entries"),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), [
+    (b"", "no dump of the Flight Recorder"),
+    (b"{", "no dump of the Flight Recorder"),
+    (b"{}", "it has no entries"),
+    (b'{"entries": [{"collective_seq_id": "x"}]}', "no dump of the Flight Recorder"),
+    (b'{"entries": 7}', "no dump of the Flight Recorder"),
+    (pickle.dumps(OSError), "not one of plain values"),
+    (pickle.dumps({"segments": []}), "it has no entries"),
+])  # fmt: skip
 def test_what_is_no_dump_is_one_error_with_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, said: str
 ) -> None:

@@ -91,12 +91,9 @@ class Job:
         self.run.uncaught.mkdir(exist_ok=True)
         error = {"type": kind, "message": message, "frames": list(frames), "source": source}
         entry: dict[str, object] = {
-            "how": how,
-            "thread": None,
-            "wall_ns": T0 + round(at_s * S),
-            "errors": [error, *handled],
-            "children": list(children),
-        }
+            "how": how, "thread": None, "wall_ns": T0 + round(at_s * S),
+            "errors": [error, *handled], "children": list(children),
+        }  # fmt: skip
         ended = [entry]
         if after is not None:  # another one, of the main thread
             error = {**error, "type": after[0], "message": after[1]}
@@ -182,6 +179,12 @@ def job(tmp_path: Path) -> Job:
 
 def found(death: Death) -> tuple[str, tuple[int, ...]]:
     return death.cause, death.ranks
+
+
+def advice_of(job: Job) -> Any:
+    advice = restart_advice(RunFrames(job.run.root))
+    assert advice is not None
+    return advice
 
 
 WATCHDOG = (
@@ -605,10 +608,6 @@ STORIES = {
                 do.stopped(at_s=5.1)],
         cause="signal", ranks=(), status=ENDED,
     ),
-    "ranks that end with a job that somebody ends are stopped": Story(
-        events=[do.signalled(5), do.stopped(at_s=5.1)],
-        cause="signal", ranks=(), roles="sss", status=ENDED,
-    ),
     "a signal that was ignored ended nobody": Story(
         events=[do.signalled(5, signal.SIGINT), do.signalled(80),
                 *(do.stopped(rank, at_s=80.1) for rank in range(3))],
@@ -705,79 +704,67 @@ def test_what_was_printed_before_a_death_is_a_witness_whose_rank_may_not_be_know
     assert found == [("loss", None, "step 7 loss nan"), ("nccl", 2, "NCCL WARN x")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "message", "printed", "advice", "said"),
-    [
-        ("SystemExit", "loss is nan at 110", [], "STOP", "it ended on a NaN"),
-        ("SystemExit", "1", ["step 110 loss nan", "stopping"], "STOP", "it ended on a NaN"),
-        ("FloatingPointError", "Non-finite loss", [], "STOP", "it ended on a NaN"),
-        ("SystemExit", "1", ["best loss: inf"], "STOP", "the program ended itself at train.py:88"),
-        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (32x60 and 64x64)", [],
-         "STOP", "a restart helps only if the order of the data or a damaged read was to blame"),
-        ("json.decoder.JSONDecodeError", "Expecting ',' delimiter", [],
-         "STOP", "an error of the program or its data at train.py:88 in step: "),
-        ("RuntimeError", "cuDNN error", [], "RESTART", "a second death at train.py:88 in step is"),
-        ("ConnectionError", "no answer", [], "RESTART", "if the machine, the network or"),
-        ("AssertionError", "Caught AssertionError in DataLoader worker process 0.\nOriginal "
-         "Traceback (most recent call last):\n  File \"/home/me/data.py\", line 17, in get\n"
-         "AssertionError: bad sample", [],
-         "STOP", "an error of the program or its data at data.py:17 in get"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "message", "printed", "advice", "said"), [
+    ("SystemExit", "loss is nan at 110", [], "STOP", "it ended on a NaN"),
+    ("SystemExit", "1", ["step 110 loss nan", "stopping"], "STOP", "it ended on a NaN"),
+    ("FloatingPointError", "Non-finite loss", [], "STOP", "it ended on a NaN"),
+    ("SystemExit", "1", ["best loss: inf"], "STOP", "the program ended itself at train.py:88"),
+    ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (32x60 and 64x64)", [],
+     "STOP", "a restart helps only if the order of the data or a damaged read was to blame"),
+    ("json.decoder.JSONDecodeError", "Expecting ',' delimiter", [],
+     "STOP", "an error of the program or its data at train.py:88 in step: "),
+    ("RuntimeError", "cuDNN error", [], "RESTART", "a second death at train.py:88 in step is"),
+    ("ConnectionError", "no answer", [], "RESTART", "if the machine, the network or"),
+    ("AssertionError", "Caught AssertionError in DataLoader worker process 0.\nOriginal "
+     "Traceback (most recent call last):\n  File \"/home/me/data.py\", line 17, in get\n"
+     "AssertionError: bad sample", [],
+     "STOP", "an error of the program or its data at data.py:17 in get"),
+])  # fmt: skip
 def test_first_death_that_comes_again_is_told_so(
     job: Job, kind: str, message: str, printed: list[str], advice: str, said: str
 ) -> None:
     how = "exit_call" if kind == "SystemExit" else "exception"
     job.raised(1, 0, kind, message, how=how)
     job.over(1, 0, status=1, stdout=printed)
-    found = restart_advice(RunFrames(job.run.root))
-    assert found is not None
+    found = advice_of(job)
     assert (found.action, said in found.text) == (advice, True), found.text
 
 
-@pytest.mark.parametrize(
-    ("kind", "message", "ranks", "step", "action"),
-    [
-        ("RuntimeError", "Given groups=1, weight of size [8, 3]", 2, 0, "STOP"),
-        ("RuntimeError", "Given groups=1, weight of size [8, 3]", 2, 5, "RESTART"),
-        ("RuntimeError", "Given groups=1, weight of size [8, 3]", 1, 0, "RESTART"),
-        ("RuntimeError", "Failed to compile the incompatible model", 2, 0, "STOP"),
-        ("pkg.VisionError", "no such layer", 2, 0, "STOP"),
-        ("RuntimeError", "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", 2, 0, "RESTART"),
-        ("FileNotFoundError", "[Errno 2] No such file or directory: '/data/a'", 2, 0, "RESTART"),
-        ("requests.exceptions.ConnectTimeout", "pool", 2, 0, "RESTART"),
-        ("torch.distributed.DistNetworkError", "the client socket failed", 2, 0, "RESTART"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "message", "ranks", "step", "action"), [
+    ("RuntimeError", "Given groups=1, weight of size [8, 3]", 2, 0, "STOP"),
+    ("RuntimeError", "Given groups=1, weight of size [8, 3]", 2, 5, "RESTART"),
+    ("RuntimeError", "Given groups=1, weight of size [8, 3]", 1, 0, "RESTART"),
+    ("RuntimeError", "Failed to compile the incompatible model", 2, 0, "STOP"),
+    ("pkg.VisionError", "no such layer", 2, 0, "STOP"),
+    ("RuntimeError", "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", 2, 0, "RESTART"),
+    ("FileNotFoundError", "[Errno 2] No such file or directory: '/data/a'", 2, 0, "RESTART"),
+    ("requests.exceptions.ConnectTimeout", "pool", 2, 0, "RESTART"),
+    ("torch.distributed.DistNetworkError", "the client socket failed", 2, 0, "RESTART"),
+])  # fmt: skip
 def test_an_error_of_all_ranks_before_their_first_step_is_the_programs_or_the_machines(
     tmp_path: Path, kind: str, message: str, ranks: int, step: int, action: str
 ) -> None:
     job = Job(tmp_path / "run", ranks=2, steps=step)
     for rank in range(2 - ranks, 2):
         job.died(rank, 0, kind, message)
-    found = restart_advice(RunFrames(job.run.root))
-    assert found is not None
+    found = advice_of(job)
     assert found.action == action, found.text
 
 
-@pytest.mark.parametrize(
-    ("kind", "how", "root", "advice"),
-    [
-        ("SystemExit", "exit_call", "ConnectionError", "RESTART"),
-        ("SystemExit", "exit_call", "KeyError", "STOP"),
-        ("SystemExit", "exit_call", "NameError", "STOP"),
-        ("ValueError", "exception", "OSError", "RESTART"),
-        ("RuntimeError", "exception", "KeyError", "STOP"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "how", "root", "advice"), [
+    ("SystemExit", "exit_call", "ConnectionError", "RESTART"),
+    ("SystemExit", "exit_call", "KeyError", "STOP"),
+    ("SystemExit", "exit_call", "NameError", "STOP"),
+    ("ValueError", "exception", "OSError", "RESTART"),
+    ("RuntimeError", "exception", "KeyError", "STOP"),
+])  # fmt: skip
 def test_advice_goes_by_what_an_exit_or_an_exception_was_raised_from(
     job: Job, kind: str, how: str, root: str, advice: str
 ) -> None:
     cause = {"type": root, "message": "shard 9", "frames": [["/home/me/data.py", 17, "read"]]}
     job.raised(1, 0, kind, "1", how=how, handled=[cause])
     job.over(1, 0, status=1)
-    found = restart_advice(RunFrames(job.run.root))
-    assert found is not None
+    found = advice_of(job)
     assert found.action == advice, found.text
 
 
@@ -826,23 +813,6 @@ def test_death_before_a_restart_that_never_trained_is_told(job: Job) -> None:
     assert "no step was seen" in str(starts[1].why)
 
 
-def test_restarts_that_never_connect_tell_the_death_before_the_first_of_them(job: Job) -> None:
-    job.died(1, 0, "RuntimeError", "shard 17 is damaged")
-    job.stopped(0, 2)
-    text = "Gloo connectFullMesh failed with pair.cc:152 timed out connecting: Connection refused"
-    for attempt in (1, 2):
-        for rank in range(3):
-            job.raised(rank, 30 * attempt, "RuntimeError", text, attempt=attempt)
-            job.over(rank, 30 * attempt + 1, status=1, attempt=attempt)
-    job.ended(1)
-    *_, last = job.deaths()
-    assert found(last) == ("exception", (1,))
-    assert "shard 17" in last.headline
-    assert last.headline.endswith(
-        "; starts 2 to 3 never trained: rank 0 was ended by gloo, which could not connect the ranks"
-    )
-
-
 def test_restart_that_dies_of_something_else_is_told_of_that_and_is_no_second_death_of_a_line(
     job: Job,
 ) -> None:
@@ -863,36 +833,34 @@ def test_restart_that_dies_of_something_else_is_told_of_that_and_is_no_second_de
     assert "base.py:5 in ddp" in why
     assert "never came" not in why, "an address of each rank was there"
     assert "waited for each other" not in last.remedy
-    advice = restart_advice(RunFrames(job.run.root))
-    assert advice is not None
+    advice = advice_of(job)
     assert (advice.action, len(advice.attempts)) == ("RESTART", 1)
     for attempt in (2, 3):
         job.raised(1, 30 * attempt, "RuntimeError", text, meeting, attempt=attempt)
         job.over(1, 30 * attempt + 1, status=1, attempt=attempt)
         job.stopped(0, 2, at_s=30 * attempt + 1.2, attempt=attempt)
-    advice = restart_advice(RunFrames(job.run.root))
-    assert advice is not None
+    advice = advice_of(job)
     assert (advice.action, advice.reason) == ("STOP", "never_trained")
+    *_, last = job.deaths()
+    assert found(last) == ("exception", (1,))
+    assert "; starts 2 to 4 never trained: rank 1 was ended by gloo, which" in last.headline
 
 
-@pytest.mark.parametrize(
-    ("kind", "message", "cause"),
-    [
-        ("MemoryError", "", "out_of_memory"),
-        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", "out_of_memory"),
-        ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. It is possible "
-         "that dataloader's workers are out of shared memory.", "shared_memory_full"),
-        ("OSError", "[Errno 28] No space left on device: 'model.pt'", "disk_full"),
-        ("KeyboardInterrupt", "", "interrupted"),
-        ("RuntimeError", "std::bad_alloc", "out_of_memory"),
-        ("RuntimeError", "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
-         "disk_full"),
-        ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Killed. ", "killed"),
-        ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Segmentation fault. ",
-         "crash"),
-        ("RuntimeError", "DataLoader worker (pid(s) 9, 11) exited unexpectedly", "exit"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "message", "cause"), [
+    ("MemoryError", "", "out_of_memory"),
+    ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", "out_of_memory"),
+    ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. It is possible "
+     "that dataloader's workers are out of shared memory.", "shared_memory_full"),
+    ("OSError", "[Errno 28] No space left on device: 'model.pt'", "disk_full"),
+    ("KeyboardInterrupt", "", "interrupted"),
+    ("RuntimeError", "std::bad_alloc", "out_of_memory"),
+    ("RuntimeError", "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
+     "disk_full"),
+    ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Killed. ", "killed"),
+    ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Segmentation fault. ",
+     "crash"),
+    ("RuntimeError", "DataLoader worker (pid(s) 9, 11) exited unexpectedly", "exit"),
+])  # fmt: skip
 def test_texts_of_exceptions_tell_the_kind(job: Job, kind: str, message: str, cause: str) -> None:
     job.died(1, 0, kind, message)
     assert job.death().cause == cause
@@ -940,13 +908,10 @@ def hung(
     return job.death()
 
 
-@pytest.mark.parametrize(
-    ("odd", "ranks", "where"),
-    [
-        ((1,), (1,), "; ranks 0 and 2 at train.py:88 in step; rank 1 at train.py:90 in step"),
-        ((0, 1, 2), (), "; rank 0 at train.py:88 in step; rank 1 at train.py:89"),
-    ],
-)
+@pytest.mark.parametrize(("odd", "ranks", "where"), [
+    ((1,), (1,), "; ranks 0 and 2 at train.py:88 in step; rank 1 at train.py:90 in step"),
+    ((0, 1, 2), (), "; rank 0 at train.py:88 in step; rank 1 at train.py:89"),
+])  # fmt: skip
 def test_hang_of_collectives_that_contradict_each_other_names_every_line(
     job: Job, odd: Sequence[int], ranks: Sequence[int], where: str
 ) -> None:
@@ -959,8 +924,7 @@ def test_hang_of_collectives_that_contradict_each_other_names_every_line(
     assert f"{reason}{where}" in death.headline
     assert "then ended by SIGTERM" in death.headline
     assert death.remedy.startswith("let all ranks issue the same collectives")
-    advice = restart_advice(RunFrames(job.run.root))
-    assert advice is not None
+    advice = advice_of(job)
     assert (advice.headline, advice.reason) == ("STOP", "program")
 
 
@@ -1012,51 +976,35 @@ def test_a_rank_that_hung_is_told_with_its_thread_that_died_before(job: Job) -> 
     assert "had died of ValueError: bad record (train.py:88 in step); then" in death.headline
 
 
-@pytest.mark.parametrize(
-    ("beside", "wait", "frames", "cause"),
-    [
-        ("; its thread writer is at train.py:12 in write", "l", 1, "deadlock"),
-        ("", "l", 1, "hang"),
-        ("; its thread writer is at train.py:12 in write", "s", 1, "hang"),
-        ("; its thread writer is at train.py:12 in write", "l", 2, "hang"),  # of a queue's
-    ],
-)
+@pytest.mark.parametrize(("beside", "wait", "frames", "cause"), [
+    ("; its thread writer is at train.py:12 in write", "l", 1, "deadlock"),
+    ("", "l", 1, "hang"),
+    ("; its thread writer is at train.py:12 in write", "s", 1, "hang"),
+    ("; its thread writer is at train.py:12 in write", "l", 2, "hang"),  # of a queue's
+])  # fmt: skip
 def test_rank_whose_threads_wait_for_each_others_locks_is_told_so(
     job: Job, beside: str, wait: str, frames: int, cause: str
 ) -> None:
     stack = ((LOCK[0], 88, "step"), ("/usr/lib/python3.11/queue.py", 171, "get"))[:frames]
-    write_stacks(
-        job.run.rank(1).stacks,
-        [(T0 - CLOCK.wall_ns + CLOCK.mono_ns + 30 * S, stack)],
-        pid=101,
-        kernel_waits=wait,
-    )
+    samples = [(T0 - CLOCK.wall_ns + CLOCK.mono_ns + 30 * S, stack)]
+    write_stacks(job.run.rank(1).stacks, samples, pid=101, kernel_waits=wait)
     doing = f"train.py:88 in step{beside}"
     suspect = {"rank": 1, "reason": "the others wait for it", "doing": doing, "certain": True}
     death = hung(job, [suspect])
     assert found(death) == (cause, (1,))
     assert death.line == "train.py:88 in step"
     is_locked = cause == "deadlock"
-    assert ("in the same order in all threads" in death.remedy, death.certain) == (
-        is_locked,
-        not is_locked,
-    )
-    advice = restart_advice(RunFrames(job.run.root))
-    assert advice is not None
+    assert ("in the same order in all threads" in death.remedy) == is_locked
+    assert death.certain != is_locked
+    advice = advice_of(job)
     assert advice.action == "RESTART"
     assert ("a second death at that line is a STOP" in advice.text) == is_locked
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        (
-            [7, *[9] * 33],
-            "data.py:9 in read, 2.00 s before its end, as in every sample of the 16.0",
-        ),
-        ([9] * 30 + [7, 9, 9], "data.py:9 in read, 2.00 s before its end; "),
-    ],
-)
+@pytest.mark.parametrize(("lines", "said"), [
+    ([7, *[9] * 33], "data.py:9 in read, 2.00 s before its end, as in every sample of the 16."),
+    ([9] * 30 + [7, 9, 9], "data.py:9 in read, 2.00 s before its end; "),
+])  # fmt: skip
 def test_rank_that_stood_at_a_line_until_its_end_is_told_for_how_long(
     job: Job, lines: Sequence[int], said: str
 ) -> None:
@@ -1118,15 +1066,12 @@ def test_each_start_has_its_own_death_and_goodput_leaves_out_what_was_lost(job: 
     assert frames.goodput().lost_steps == (0, 3)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        {"type": "process_end", "pid": "x", "wall_ns": T0},
-        {"type": "process_end", "pid": 101, "wall_ns": T0, "signal": 1 << 40, "status": -5},
-        {"type": "process_end", "pid": 101, "wall_ns": T0, "rank": [1], "oom": "yes", "status": 1},
-        {"type": "signal", "signal": {}, "wall_ns": None},
-    ],
-)
+@pytest.mark.parametrize("line", [
+    {"type": "process_end", "pid": "x", "wall_ns": T0},
+    {"type": "process_end", "pid": 101, "wall_ns": T0, "signal": 1 << 40, "status": -5},
+    {"type": "process_end", "pid": 101, "wall_ns": T0, "rank": [1], "oom": "yes", "status": 1},
+    {"type": "signal", "signal": {}, "wall_ns": None},
+])  # fmt: skip
 def test_damaged_lines_are_passed_over(job: Job, line: dict[str, object]) -> None:
     job.line("node0", line)
     job.run.uncaught.mkdir()

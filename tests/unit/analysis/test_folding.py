@@ -167,8 +167,8 @@ def disk_bytes(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_blocks * 512 for path in paths)
 
 
-@pytest.fixture(scope="module", params=[(1, True), (2, True), (3, False), (4, True)],
-                ids=["seed 1", "seed 2", "no loader", "seed 4"])  # fmt: skip
+@pytest.fixture(scope="module", params=[(2, True), (3, False), (4, True)],
+                ids=["loop", "no loader", "closures"])  # fmt: skip
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[RunPaths, RunPaths]:
@@ -192,9 +192,7 @@ def both(
     return whole, other
 
 
-def test_totals_of_the_ledger_are_the_same_to_the_nanosecond(
-    both: tuple[RunPaths, RunPaths],
-) -> None:
+def test_totals_of_ledger_are_the_same_to_the_nanosecond(both: tuple[RunPaths, RunPaths]) -> None:
     whole, other = map(own_ledger, both)
     assert len(other.time.step) < len(whole.time.step)
     assert totals(other) == totals(whole)
@@ -222,9 +220,7 @@ def test_goodput_is_the_same_to_the_nanosecond(both: tuple[RunPaths, RunPaths]) 
     assert [start.kept_steps for start in other.starts] == [s.kept_steps for s in whole.starts]
 
 
-def test_steps_that_are_whole_have_the_same_numbers_and_times(
-    both: tuple[RunPaths, RunPaths],
-) -> None:
+def test_steps_that_are_whole_have_same_numbers_and_times(both: tuple[RunPaths, RunPaths]) -> None:
     whole, other = (RunFrames(run.root) for run in both)
     kept = other.steps()
     assert 0 < kept.height < whole.steps().height
@@ -269,9 +265,7 @@ def test_compared_with_itself_nothing_has_changed(both: tuple[RunPaths, RunPaths
     assert other.step_ns.mean() == pytest.approx(whole.step_ns.mean(), rel=1e-6)
 
 
-def test_counters_grow_as_much_and_gauges_have_the_same_mean(
-    both: tuple[RunPaths, RunPaths],
-) -> None:
+def test_counters_grow_as_much_and_gauges_have_same_mean(both: tuple[RunPaths, RunPaths]) -> None:
     sums = []
     for run in both:
         frame = RunFrames(run.root).counters().sort("rank", "metric", "time_ns")
@@ -357,19 +351,19 @@ def test_a_file_system_without_holes_keeps_the_records(
     assert totals(own_ledger(whole)) == expected
 
 
-@pytest.mark.parametrize("size", [0, 10, 400, -1, -700], ids=str)
-def test_a_damaged_file_is_said_and_the_rest_is_read(tmp_path: Path, size: int) -> None:
+def test_a_damaged_file_is_said_and_the_rest_is_read(tmp_path: Path) -> None:
     run = write_job(tmp_path / "run", 11, ranks=1)
     assert fold_node(run, "node0", KEPT) == []
-    for path in (run.rank(0).folded, run.node("node0").old_records("gpu")):
-        data = path.read_bytes()
-        path.write_bytes(data[:size])
-    frames = RunFrames(run.root)
-    assert frames.steps().height
-    assert frames.counters().height
-    notes = frames.notes()
-    assert any("folded.rec: damaged" in note for note in notes)
-    assert fold_node(run, "node0", KEPT) != []
+    paths = (run.rank(0).folded, run.node("node0").old_records("gpu"))
+    whole = [path.read_bytes() for path in paths]
+    for size in (0, 10, 400, -1, -700):
+        for path, data in zip(paths, whole, strict=True):
+            path.write_bytes(data[:size])
+        frames = RunFrames(run.root)
+        assert frames.steps().height
+        assert frames.counters().height
+        assert any("folded.rec: damaged" in note for note in frames.notes()), size
+        assert fold_node(run, "node0", KEPT) != []
 
 
 def test_a_short_run_stays_whole(tmp_path: Path) -> None:

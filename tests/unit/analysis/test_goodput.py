@@ -37,7 +37,6 @@ from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.show.text import moment_text
 from haiprof.show.views.deaths import goodput_text, goodput_view
 from tests.sampling import examples
-from tests.unit.diagnosis.test_ledger_adds_up import write_any
 
 S = 1_000_000_000
 FORWARD, INPUT = POSITIONS.index("forward"), POSITIONS.index("input")
@@ -249,23 +248,6 @@ def test_accounts_add_up_whatever_the_starts_and_clocks_say(seed: int) -> None:
     assert 0 <= low <= high
 
 
-@settings(max_examples=examples(30), deadline=None, derandomize=True)
-@given(seed=st.integers(0, 1 << 32))
-def test_any_recorded_run_adds_up(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    root = tmp_path_factory.mktemp("any") / "job-1"
-    write_any(root, Random(seed))
-    assert job_data(root)["residual_ns"] == 0
-
-
-def job_data(root: Path) -> dict[str, Any]:
-    from haiprof.diagnosis.restart_advice import job_goodput
-    from haiprof.show.views.deaths import goodput_data
-
-    found = job_goodput([root])
-    assert sum(found.accounts.values()) == found.wall_ns
-    return goodput_data(found, [root], joined="")
-
-
 def test_table_of_starts_shows_in_80_columns_when_each_began() -> None:
     noon, name = 43_200, "train-20261128-212746-4335bea176973efd"
     ats = (noon, noon + 3600, noon + 7200)
@@ -303,30 +285,20 @@ def write(logs: Path, name: str, at: int, **facts: Any) -> None:
     folder = RunPaths(logs / name)
     folder.root.mkdir(parents=True)
     folder.ranks.mkdir()
-    known = {
-        "cwd": "/w",
-        "command": ["python", "a.py"],
-        "start_wall_ns": at * S,
-        "end_wall_ns": (at + 5) * S,
-        "exit_status": 1,
-    }
-    write_manifest(folder, Manifest(
-        haiprof_version="1", name="job", **{**known, **facts}
-    ))  # fmt: skip
+    known = {"cwd": "/w", "command": ["python", "a.py"], "start_wall_ns": at * S,
+             "end_wall_ns": (at + 5) * S, "exit_status": 1}  # fmt: skip
+    write_manifest(folder, Manifest(haiprof_version="1", name="job", **{**known, **facts}))
 
 
-@pytest.mark.parametrize(
-    ("facts", "joined"),
-    [
-        ([{}, {}, {}], [0, 1, 2]),
-        ([{"exit_status": 0}, {}, {}], [1, 2]),
-        ([{"options": {"run_id": "7"}, "exit_status": 0}] * 3, [0, 1, 2]),
-        ([{"options": {"run_id": "6"}}, {}, {"options": {"run_id": "6"}}], [0, 2]),
-        ([{"environment": {"slurm_job": "9"}}, {}, {"environment": {"slurm_job": "9"}}], [0, 2]),
-        ([{"cwd": "/other"}, {}, {}], [1, 2]),
-        ([{"command": ["python", "b.py"]}, {}, {}], [1, 2]),
-    ],
-)
+@pytest.mark.parametrize(("facts", "joined"), [
+    ([{}, {}, {}], [0, 1, 2]),
+    ([{"exit_status": 0}, {}, {}], [1, 2]),
+    ([{"options": {"run_id": "7"}, "exit_status": 0}] * 3, [0, 1, 2]),
+    ([{"options": {"run_id": "6"}}, {}, {"options": {"run_id": "6"}}], [0, 2]),
+    ([{"environment": {"slurm_job": "9"}}, {}, {"environment": {"slurm_job": "9"}}], [0, 2]),
+    ([{"cwd": "/other"}, {}, {}], [1, 2]),
+    ([{"command": ["python", "b.py"]}, {}, {}], [1, 2]),
+])  # fmt: skip
 def test_runs_of_one_job_are_joined(
     tmp_path: Path, facts: list[dict[str, Any]], joined: list[int]
 ) -> None:

@@ -166,23 +166,20 @@ def test_workers_wait_outside_their_fetch(tmp_path: Path) -> None:
     assert " s " not in shown  # no time
 
 
-@pytest.mark.parametrize(
-    ("file", "function", "library"),
-    [
-        ("/home/me/train.py", "main", False),
-        ("train.py", "main", False),
-        ("/tmp/ipykernel_9/12.py", "<module>", False),
-        ("/home/me/lib/python_tools/data.py", "load", False),
-        ("<string>", "<module>", False),
-        ("<string>", "__init__", True),
-        ("<frozen importlib._bootstrap>", "_load", True),
-        ("<eval_with_key>.3", "forward", True),
-        (f"{SITE}/torch/nn/modules/linear.py", "forward", True),
-        ("/usr/lib/python3/dist-packages/numpy/core.py", "f", True),
-        ("/usr/lib/python3.11/json/encoder.py", "encode", True),
-        ("/opt/pytorch/torch/nn/modules/linear.py", "forward", True),
-    ],
-)
+@pytest.mark.parametrize(("file", "function", "library"), [
+    ("/home/me/train.py", "main", False),
+    ("train.py", "main", False),
+    ("/tmp/ipykernel_9/12.py", "<module>", False),
+    ("/home/me/lib/python_tools/data.py", "load", False),
+    ("<string>", "<module>", False),
+    ("<string>", "__init__", True),
+    ("<frozen importlib._bootstrap>", "_load", True),
+    ("<eval_with_key>.3", "forward", True),
+    (f"{SITE}/torch/nn/modules/linear.py", "forward", True),
+    ("/usr/lib/python3/dist-packages/numpy/core.py", "f", True),
+    ("/usr/lib/python3.11/json/encoder.py", "encode", True),
+    ("/opt/pytorch/torch/nn/modules/linear.py", "forward", True),
+])  # fmt: skip
 def test_user_code_is_told_from_libraries(file: str, function: str, library: bool) -> None:
     assert is_library(file, function, libraries=("/opt/pytorch/torch",)) is library
 
@@ -190,12 +187,6 @@ def test_user_code_is_told_from_libraries(file: str, function: str, library: boo
 def test_library_functions_have_the_names_people_import() -> None:
     assert code_name(f"{SITE}/PIL/Image.py", "open") == "PIL.Image.open"
     assert code_name("/usr/lib/python3.11/json/__init__.py", "dumps") == "json.dumps"
-
-
-def test_interval_of_a_share_is_wilsons() -> None:
-    """Of 10 of 100: 5.5 to 17.4 %, as R's prop.test(10, 100, correct=FALSE) has it."""
-    import numpy as np
-
     low, high = wilson(np.array([10]), np.array([100]))
     assert (round(float(low[0]), 4), round(float(high[0]), 4)) == (0.0552, 0.1744)
 
@@ -210,27 +201,20 @@ def test_speedscope_file_holds_every_sample(recorded: tuple[Path, list[tuple[int
     frames = content["shared"]["frames"]
     used = {place for p in content["profiles"] for stack in p["samples"] for place in stack}
     assert used == set(range(len(frames)))
-
-
-def test_collapsed_stacks_hold_every_sample(recorded: tuple[Path, list[tuple[int, Stack]]]) -> None:
-    root, samples = recorded
     lines = collapsed_lines(Analyzer(root).code_samples()).decode().splitlines()
     assert sum(int(line.rpartition(" ")[2]) for line in lines) == len(samples)
     assert all(line.startswith("rank 0;") for line in lines)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"type": "samples", "pid": 7, "time_ns": 1, "offset_us": [], "late_us": [0], "stack": []}',
-        '{"type": "samples", "pid": 7, "time_ns": "x", "offset_us": [0], "stack": [1]}',
-        '{"type": "samples", "pid": 7, "first_stack": 1, "stacks": [[1, 0], [5, 99], "x"]}',
-        '{"type": "samples", "pid": 7, "first_frame": -4, "frames": [[1, 2, 3]]}',
-        '{"type": "samples", "pid": 1e400}',
-        '{"type": "stacks", "pid": 7, "version": 1, "libraries": 3}',
-        '{"type": "samp',
-    ],
-)
+@pytest.mark.parametrize("text", [
+    '{"type": "samples", "pid": 7, "time_ns": 1, "offset_us": [], "late_us": [0], "stack": []}',
+    '{"type": "samples", "pid": 7, "time_ns": "x", "offset_us": [0], "stack": [1]}',
+    '{"type": "samples", "pid": 7, "first_stack": 1, "stacks": [[1, 0], [5, 99], "x"]}',
+    '{"type": "samples", "pid": 7, "first_frame": -4, "frames": [[1, 2, 3]]}',
+    '{"type": "samples", "pid": 1e400}',
+    '{"type": "stacks", "pid": 7, "version": 1, "libraries": 3}',
+    '{"type": "samp',
+])  # fmt: skip
 def test_a_damaged_line_of_samples_costs_only_itself(tmp_path: Path, text: str) -> None:
     run = write_run(tmp_path / "run")
     write_rank(run, spans_of(LINE, span_ns=SPAN_NS, gap_ns=GAP_NS))

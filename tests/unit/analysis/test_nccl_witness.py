@@ -151,24 +151,16 @@ def test_prometheus_form_is_told_by_gpu(tmp_path: Path) -> None:
     assert report.collectives["sequence"].to_list() == [None] * 4
 
 
-def test_means_of_one_message_by_several_algorithms_are_one_row(tmp_path: Path) -> None:
-    path = tmp_path / "nccl_inspector_metrics_00000001-aaaa.prom"
-    other = nccl.prometheus(300.0).replace("Ring_ll", "Tree_ll")
-    path.write_text(nccl.prometheus(100.0) + other)
-    (row,) = read_nccl_file(path).collectives.iter_rows(named=True)
-    assert (row["bus_bytes_per_s"], row["record_count"]) == (200e9, None)
-
-
-def test_prometheus_form_of_nccl_2_29_has_numbers(tmp_path: Path) -> None:
+def test_prometheus_forms_are_read_by_name(tmp_path: Path) -> None:
     path = tmp_path / "nccl_inspector_metrics_00000001-aaaa.prom"
     path.write_text(nccl.prometheus_2_29(1, 40, 200.0) + 'nccl_collectives_total{a="b"} 7\n')
     row = read_nccl_file(path).collectives.row(0, named=True)
     assert (row["communicator"], row["member"], row["sequence"]) == (nccl.COMMUNICATOR, 1, 40)
     assert not read_nccl_file(path).notes
-
-
-def test_name_with_a_quote_in_it_is_damage_and_no_wrong_label(tmp_path: Path) -> None:
-    path = tmp_path / "nccl_inspector_metrics_00000001-aaaa.prom"
+    other = nccl.prometheus(300.0).replace("Ring_ll", "Tree_ll")
+    path.write_text(nccl.prometheus(100.0) + other)
+    (row,) = read_nccl_file(path).collectives.iter_rows(named=True)
+    assert (row["bus_bytes_per_s"], row["record_count"]) == (200e9, None)
     odd = nccl.prometheus(200.0).replace("DP Group 0", 'x",nranks="9')
     path.write_text(odd.replace("n_nodes", 'y"z="",n_nodes') + nccl.prometheus(100.0))
     found = read_nccl_file(path)
@@ -192,29 +184,22 @@ def test_line_whose_context_is_damaged_is_of_nobody(tmp_path: Path) -> None:
     found = read_nccl_file(path)
     assert found.collectives["sequence"].to_list() == [5]
     assert found.notes == (f"{path}: 2 damaged lines left out",)
-
-
-def test_more_lines_than_their_context_counts_are_of_nobody(tmp_path: Path) -> None:
-    path = tmp_path / log(0)
-    more = json.dumps({"coll_perf": nccl.collective(99)}) + "\n"
-    path.write_text(nccl.inspector_of(0, 5, version="v4.4") + more)
+    more = json.dumps({"coll_perf": nccl.collective(99)})  # than the context counts
+    path.write_text(f"{first}{more}\n")
     assert read_nccl_file(path).collectives["sequence"].to_list() == [5]
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (nccl.inspector_of(0, 4, version="v5.0"), "version 'v5.0' of NCCL's Inspector is"),
-        ("", "nothing is in it yet"),
-        ("step 1 loss 3.2\nstep 2 loss 3.1\n", "no file of NCCL's Inspector or profiler plugin"),
-        ("{}\n" * 5, "no file of NCCL's Inspector or profiler plugin"),
-        ('{"header": ' + "[" * 100_000, "no file of NCCL's Inspector or profiler plugin"),
-        (json.dumps({"header": nccl.header(-1, 4), "metadata": nccl.metadata(0),
-                     "coll_perf": nccl.collective(3)}), "no file of NCCL's Inspector"),
-        (json.dumps({"header": nccl.header(0, 4), "metadata": nccl.metadata(0),
-                     "coll_perf": nccl.collective(1 << 70)}), "no file of NCCL's Inspector"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "said"), [
+    (nccl.inspector_of(0, 4, version="v5.0"), "version 'v5.0' of NCCL's Inspector is"),
+    ("", "nothing is in it yet"),
+    ("step 1 loss 3.2\nstep 2 loss 3.1\n", "no file of NCCL's Inspector or profiler plugin"),
+    ("{}\n" * 5, "no file of NCCL's Inspector or profiler plugin"),
+    ('{"header": ' + "[" * 100_000, "no file of NCCL's Inspector or profiler plugin"),
+    (json.dumps({"header": nccl.header(-1, 4), "metadata": nccl.metadata(0),
+                 "coll_perf": nccl.collective(3)}), "no file of NCCL's Inspector"),
+    (json.dumps({"header": nccl.header(0, 4), "metadata": nccl.metadata(0),
+                 "coll_perf": nccl.collective(1 << 70)}), "no file of NCCL's Inspector"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_one_error_with_its_file(
     tmp_path: Path, content: str, said: str
 ) -> None:
@@ -245,10 +230,6 @@ def test_large_file_is_read_from_its_end(tmp_path: Path) -> None:
     assert found.collectives["sequence"].to_list() == [99]
     assert found.collectives["record_count"].to_list() < [10]
     assert not found.notes
-
-
-def test_lines_whose_context_was_cut_off_are_no_damage(tmp_path: Path) -> None:
-    path = tmp_path / log(0)
     path.write_text(
         nccl.inspector_of(0, 9, version="v4.4") + nccl.inspector_of(0, 99, version="v4.4")
     )
@@ -332,11 +313,6 @@ def test_rank_that_did_not_join_is_a_suspect_without_the_flight_recorder(
     )
 
 
-def test_ranks_at_the_same_number_are_no_suspects(tmp_path: Path) -> None:
-    root = inspected(tmp_path, {log(rank): nccl.inspector_of(rank, 41) for rank in range(4)})
-    assert file_suspects(STATES, open_run(root), between_s=0) == ([], ())
-
-
 def test_verdict_and_overview_have_them_as_json_and_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,9 +359,7 @@ def test_folder_is_judged_by_hand_without_a_run(
     assert f"{tmp_path}/nope: no such file or folder" in capsys.readouterr().err
 
 
-def test_ranks_that_write_at_other_moments_while_the_job_moves_are_not_behind(
-    tmp_path: Path,
-) -> None:
+def test_ranks_that_write_at_other_moments_while_job_moves_are_not_behind(tmp_path: Path) -> None:
     root = inspected(tmp_path, {
         log(rank): nccl.inspector_of(
             rank, 41 - (rank == 2), changes={"dump_timestamp_us": time.time_ns() // 1000}
@@ -408,3 +382,4 @@ def test_ranks_alike_are_said_once_and_those_that_wrote_nothing_are_counted(tmp_
     assert list(report_of(root).lines()) == [
         "AllReduce of 3 of 4 ranks, 25.0 MiB: 186 GiB/s of bus bandwidth (NCCL's Inspector)"
     ]
+    assert file_suspects(STATES, open_run(root), between_s=0) == ([], ())

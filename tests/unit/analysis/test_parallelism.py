@@ -22,15 +22,12 @@ def layout(*families: tuple[str, Family], hosts: int = 1) -> Layout | None:
     return layout_of(groups, own, WORLD)
 
 
-@pytest.mark.parametrize(
-    ("data", "tensor", "pipeline"),
-    [
-        ("mesh_dp", "mesh_tp", "mesh_pp"),
-        ("DATA_PARALLEL_GROUP", "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"),
-        ("mesh_dp_shard", "tensor", "pipe"),
-        ("replicate", "tp 0", "stages of shard 3"),
-    ],
-)
+@pytest.mark.parametrize(("data", "tensor", "pipeline"), [
+    ("mesh_dp", "mesh_tp", "mesh_pp"),
+    ("DATA_PARALLEL_GROUP", "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"),
+    ("mesh_dp_shard", "tensor", "pipe"),
+    ("replicate", "tp 0", "stages of shard 3"),
+])  # fmt: skip
 def test_names_of_groups_tell_what_they_are_for(data: str, tensor: str, pipeline: str) -> None:
     found = layout((data, QUADS), (tensor, PAIRS), (pipeline, FAR))
     assert found is not None

@@ -96,19 +96,16 @@ def test_damaged_values_are_unknown_not_zero(run: RunPaths) -> None:
     assert placement.pages_off([0]) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "cpus"),
-    [
-        ("0", {0}),
-        ("0-2,5\n", {0, 1, 2, 5}),
-        ("", None),
-        ("3-1", None),
-        ("a", None),
-        ("0-99999", None),
-        ("-1", None),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("text", "cpus"), [
+    ("0", {0}),
+    ("0-2,5\n", {0, 1, 2, 5}),
+    ("", None),
+    ("3-1", None),
+    ("a", None),
+    ("0-99999", None),
+    ("-1", None),
+    (None, None),
+])  # fmt: skip
 def test_cpu_list_is_read_or_unknown(text: str | None, cpus: set[int] | None) -> None:
     assert cpu_list(text) == cpus
 

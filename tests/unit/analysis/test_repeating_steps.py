@@ -23,30 +23,27 @@ def kinds(found: Segmentation) -> set[str]:
     return {BOUNDARIES[code] for code in found.steps.boundary}
 
 
-@pytest.mark.parametrize(
-    ("line", "count", "kind"),
-    [
-        pytest.param("ITER D E D E D E END", 3, "fetch", id="evaluation-only"),
-        pytest.param("ITER D E D E END ITER D E D E END", 4, "fetch", id="two-epochs"),
-        pytest.param("D D E D E D E END E", 4, "fetch", id="one-batch-fetched-ahead"),
-        pytest.param("D E E E D E D E E E E D E END", 4, "fetch", id="generation-by-batches"),
-        pytest.param("D E E E D E E E E", 7, "module", id="two-batches-are-no-loop-yet"),
-        pytest.param("ITER D D D END", 3, "fetch", id="nothing-but-a-loader"),
-        pytest.param("D D D", 2, "fetch", id="a-loader-left-early"),
-        pytest.param("E E E", 3, "module", id="inference"),
-        pytest.param("FE FE FE", 3, "module", id="inference-with-gradients"),
-        pytest.param("D E E E E", 4, "module", id="one-batch-for-all"),
-        pytest.param("ITER D D D END E E E E E", 5, "module", id="a-loader-read-before"),
-        pytest.param("N1 N2 " * 4, 4, "module", id="actor-and-critic"),
-        pytest.param("N3 " + "N1 N2 " * 4, 4, "module", id="set-up-by-another-module"),
-        pytest.param("C1 C1 C1", 3, "collective", id="barrier"),
-        pytest.param("C1 C2 " * 3, 3, "collective", id="all-reduce-and-barrier"),
-        pytest.param("E C1 E C1 E C1", 3, "module", id="collectives-beside-modules"),
-        pytest.param("M M M", 3, "mark", id="marks-alone"),
-        pytest.param("E E M E E M", 2, "mark", id="marks-over-modules"),
-        pytest.param("D F B O D F B O M D F B O D F B O M", 2, "mark", id="marks-over-optimizer"),
-    ],
-)
+@pytest.mark.parametrize(("line", "count", "kind"), [
+    pytest.param("ITER D E D E D E END", 3, "fetch", id="evaluation-only"),
+    pytest.param("ITER D E D E END ITER D E D E END", 4, "fetch", id="two-epochs"),
+    pytest.param("D D E D E D E END E", 4, "fetch", id="one-batch-fetched-ahead"),
+    pytest.param("D E E E D E D E E E E D E END", 4, "fetch", id="generation-by-batches"),
+    pytest.param("D E E E D E E E E", 7, "module", id="two-batches-are-no-loop-yet"),
+    pytest.param("ITER D D D END", 3, "fetch", id="nothing-but-a-loader"),
+    pytest.param("D D D", 2, "fetch", id="a-loader-left-early"),
+    pytest.param("E E E", 3, "module", id="inference"),
+    pytest.param("FE FE FE", 3, "module", id="inference-with-gradients"),
+    pytest.param("D E E E E", 4, "module", id="one-batch-for-all"),
+    pytest.param("ITER D D D END E E E E E", 5, "module", id="a-loader-read-before"),
+    pytest.param("N1 N2 " * 4, 4, "module", id="actor-and-critic"),
+    pytest.param("N3 " + "N1 N2 " * 4, 4, "module", id="set-up-by-another-module"),
+    pytest.param("C1 C1 C1", 3, "collective", id="barrier"),
+    pytest.param("C1 C2 " * 3, 3, "collective", id="all-reduce-and-barrier"),
+    pytest.param("E C1 E C1 E C1", 3, "module", id="collectives-beside-modules"),
+    pytest.param("M M M", 3, "mark", id="marks-alone"),
+    pytest.param("E E M E E M", 2, "mark", id="marks-over-modules"),
+    pytest.param("D F B O D F B O M D F B O D F B O M", 2, "mark", id="marks-over-optimizer"),
+])  # fmt: skip
 def test_what_repeats_is_a_step(line: str, count: int, kind: str) -> None:
     found = cut(line)
     assert (len(found.steps.start_ns), kinds(found)) == (count, {kind})
@@ -112,21 +109,10 @@ def count_in_job(line: str) -> int:
 @settings(max_examples=examples(300), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_job_counts_as_the_analysis_does(draw: random.Random) -> None:
-    body = draw.choice(
-        [
-            "E1",
-            "E1 E2",
-            "D E1",
-            "D E1 E1",
-            "D E1 E2 M",
-            "C1",
-            "C1 C2",
-            "E1 C1",
-            "D D E1",
-            "M",
-            "D E1 C1",
-        ]
-    )
+    body = draw.choice([
+        "E1", "E1 E2", "D E1", "D E1 E1", "D E1 E2 M", "C1", "C1 C2", "E1 C1", "D D E1", "M",
+        "D E1 C1",
+    ])  # fmt: skip
     line = " ".join([body] * draw.randint(2, 12))
     if draw.random() < 0.5 and "D" in body:
         line = f"ITER {line} END " * draw.randint(1, 3)

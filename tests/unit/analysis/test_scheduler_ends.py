@@ -57,24 +57,23 @@ def found(death: Death) -> tuple[str, tuple[int, ...], bool]:
     return death.cause, death.ranks, death.certain
 
 
-def test_run_without_an_end_and_without_a_word_has_no_death(job: Job) -> None:
+def test_run_of_which_nobody_says_that_it_failed_has_no_death(job: Job) -> None:
+    assert job.deaths() == []
+    say(job, "COMPLETED")
     assert job.deaths() == []
 
 
-@pytest.mark.parametrize(
-    ("state", "more", "expected", "said"),
-    [
-        ("TIMEOUT", {}, ("time_limit", (), True), "Slurm's time limit was reached"),
-        ("DEADLINE", {}, ("time_limit", (), True), "--deadline"),
-        ("PREEMPTED", {}, ("preempted", (), True), "another job had precedence"),
-        ("REQUEUED", {}, ("requeued", (), True), "Slurm requeued it"),
-        ("CANCELLED by 1000", {}, ("cancelled", (), True), "scancel by user 1000"),
-        ("NODE_FAIL", {"FailedNode": "n1"}, ("node_lost", (1,), True), "a node of the job: n1"),
-        ("NODE_FAIL", {"FailedNode": "None"}, ("node_lost", (), True), "a node of the job"),
-        ("OUT_OF_MEMORY", {"ReqMem": "16G"}, ("out_of_memory", (), False), "16G asked for"),
-        ("FAILED", {"ExitCode": "1:0"}, ("unknown", (), False), "nothing says why"),
-    ],
-)
+@pytest.mark.parametrize(("state", "more", "expected", "said"), [
+    ("TIMEOUT", {}, ("time_limit", (), True), "Slurm's time limit was reached"),
+    ("DEADLINE", {}, ("time_limit", (), True), "--deadline"),
+    ("PREEMPTED", {}, ("preempted", (), True), "another job had precedence"),
+    ("REQUEUED", {}, ("requeued", (), True), "Slurm requeued it"),
+    ("CANCELLED by 1000", {}, ("cancelled", (), True), "scancel by user 1000"),
+    ("NODE_FAIL", {"FailedNode": "n1"}, ("node_lost", (1,), True), "a node of the job: n1"),
+    ("NODE_FAIL", {"FailedNode": "None"}, ("node_lost", (), True), "a node of the job"),
+    ("OUT_OF_MEMORY", {"ReqMem": "16G"}, ("out_of_memory", (), False), "16G asked for"),
+    ("FAILED", {"ExitCode": "1:0"}, ("unknown", (), False), "nothing says why"),
+])  # fmt: skip
 def test_state_tells_what_nobody_of_the_job_could_write(
     job: Job, state: str, more: Mapping[str, str], expected: object, said: str
 ) -> None:
@@ -84,11 +83,6 @@ def test_state_tells_what_nobody_of_the_job_could_write(
     assert said in death.headline
     assert death.scheduler[0].startswith(f"Slurm: job 12 {state}, exit ")
     assert death.died_ns == (END_S * S if death.cause != "unknown" else None)
-
-
-def test_job_that_slurm_says_completed_did_not_die(job: Job) -> None:
-    say(job, "COMPLETED")
-    assert job.deaths() == []
 
 
 def test_ranks_killed_with_the_whole_job_are_told_as_stopped_by_the_time_limit(job: Job) -> None:
@@ -106,15 +100,14 @@ def test_killed_rank_of_a_step_out_of_memory_died_of_that(job: Job) -> None:
     say(job, "FAILED", ExitCode="1:0", steps=[step])
     death = job.death()
     assert found(death) == ("out_of_memory", (1,), False)
-    assert (
-        "step 12.0 OUT_OF_MEMORY, exit 0:125, at most 15.9G resident in a task"
-        in (death.scheduler[1])
-    )
+    said = "step 12.0 OUT_OF_MEMORY, exit 0:125, at most 15.9G resident in a task"
+    assert said in death.scheduler[1]
+    node = {"name": "n1", "state": "IDLE+DRAIN", "reason": "GPU fell off the bus"}
+    say(job, "FAILED", nodes=[node])
+    assert job.death().scheduler[-1] == "Slurm: node n1 is IDLE+DRAIN: GPU fell off the bus"
 
 
-def test_exception_before_the_time_limit_is_the_cause_and_the_record_stands_beside_it(
-    job: Job,
-) -> None:
+def test_exception_before_time_limit_is_the_cause_and_the_record_stands_beside_it(job: Job) -> None:
     job.died(1, 0, "ValueError", "bad")
     say(job, "TIMEOUT")
     death = job.death()
@@ -133,34 +126,24 @@ def test_what_the_accounting_says_is_surer_than_what_the_signal_looked_like(job:
     assert found(job.death()) == ("preempted", (), True)
 
 
-def test_drained_node_stands_beside_the_death(job: Job) -> None:
-    killed(job, 1)
-    node = {"name": "n1", "state": "IDLE+DRAIN", "reason": "GPU fell off the bus"}
-    say(job, "FAILED", nodes=[node])
-    assert job.death().scheduler[-1] == "Slurm: node n1 is IDLE+DRAIN: GPU fell off the bus"
-
-
 def test_scontrol_alone_tells_it_too(job: Job) -> None:
     said = {"job": "12", "scontrol": {"JobState": "TIMEOUT", "EndTime": str(END_S)}}
     write_json(job.run.scheduler, {"slurm": said}, below=job.run.root)
     assert found(job.death()) == ("time_limit", (), True)
 
 
-@pytest.mark.parametrize(
-    ("pod", "cause", "said"),
-    [
-        ({"container": {"reason": "OOMKilled", "exitCode": 137, "ended_s": END_S}},
-         "out_of_memory", "for want of memory (OOMKilled)"),
-        ({"reason": "Evicted", "message": "The node was low on resource: memory."},
-         "evicted", "evicted its pod (Evicted): The node was low on resource: memory."),
-        ({"reason": "DeadlineExceeded", "container": {"reason": "Error", "exitCode": 137}},
-         "time_limit", "activeDeadlineSeconds"),
-        ({"disruption": "PreemptionByScheduler", "container": {"reason": "Error"}},
-         "preempted", "another pod had precedence"),
-        ({"disruption": "DeletionByTaintManager"}, "node_lost", "tainted"),
-        ({"disruption": "EvictionByEvictionAPI"}, "evicted", "drained"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("pod", "cause", "said"), [
+    ({"container": {"reason": "OOMKilled", "exitCode": 137, "ended_s": END_S}},
+     "out_of_memory", "for want of memory (OOMKilled)"),
+    ({"reason": "Evicted", "message": "The node was low on resource: memory."},
+     "evicted", "evicted its pod (Evicted): The node was low on resource: memory."),
+    ({"reason": "DeadlineExceeded", "container": {"reason": "Error", "exitCode": 137}},
+     "time_limit", "activeDeadlineSeconds"),
+    ({"disruption": "PreemptionByScheduler", "container": {"reason": "Error"}},
+     "preempted", "another pod had precedence"),
+    ({"disruption": "DeletionByTaintManager"}, "node_lost", "tainted"),
+    ({"disruption": "EvictionByEvictionAPI"}, "evicted", "drained"),
+])  # fmt: skip
 def test_reason_of_a_pod_tells_how_its_ranks_died(
     job: Job, pod: Mapping[str, object], cause: str, said: str
 ) -> None:
@@ -180,22 +163,6 @@ def test_container_that_failed_of_its_own_leaves_the_cause_to_the_ranks(job: Job
     assert death.scheduler == (
         "Kubernetes: pod train-1 Error, exit 1, on node gke-1, ValueError: bad",
     )
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"slurm": 3, "pods": {}},
-        {"slurm": {"sacct": [], "steps": {}, "nodes": [3]}, "pods": [3, {"container": "x"}]},
-        {"slurm": {"sacct": {"State": 7, "End": "9" * 40}}, "pods": [{"host": 3}]},
-        {"pods": [{"container": {"ended_s": 1e300, "exitCode": "x", "reason": "\x1b[31m"}}]},
-    ],
-)
-def test_odd_record_is_read_as_far_as_it_goes(job: Job, content: Mapping[str, object]) -> None:
-    killed(job, 1)
-    write_json(job.run.scheduler, content, below=job.run.root)
-    assert job.death().cause == "killed"
-    assert "\x1b" not in "".join(job.death().scheduler)
 
 
 # -- which pod this is -----------------------------------------------------------------------------
@@ -225,8 +192,4 @@ def test_pod_is_told_by_what_the_kubelet_mounts(tmp_path: Path) -> None:
     named = {"POD_NAME": "own", "POD_NAMESPACE": "other", "POD_UID": "7"}
     assert find_pod(inside | named, root=root) == {"name": "own", "namespace": "other", "uid": "7"}
     assert find_pod(inside, root=tmp_path / "nothing") is None
-
-
-def test_name_that_is_no_pods_is_not_asked_about(tmp_path: Path) -> None:
-    root = pod_tree(tmp_path, namespace="../secrets")
-    assert find_pod({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, root=root) is None
+    assert find_pod(inside, root=pod_tree(tmp_path / "x", namespace="../secrets")) is None

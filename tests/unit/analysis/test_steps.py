@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from haiprof.base.intervals import union
 from haiprof.base.ledger import POSITIONS
-from haiprof.run_analysis.nesting import LOADER_KINDS, MAX_DEPTH, nest
+from haiprof.run_analysis.nesting import MAX_DEPTH, nest
 from haiprof.run_analysis.step_positions import StepPositions, step_positions
 from haiprof.run_analysis.steps import EVAL_PHASE, PHASES, Segmentation, segment
 from haiprof.run_format import schema
 from tests.sampling import examples
-from tests.unit.analysis.oracle import Loop, loops, slow_steps
-from tests.unit.analysis.recorded import GAP_NS, KINDS, SPAN_NS, spans_from, spans_of
+from tests.unit.analysis.recorded import GAP_NS, SPAN_NS, spans_from, spans_of
+from tests.unit.analysis.training_loops import Loop, loops
 
 EPOCH = "ITER D F B O D F B O D F B O END"
 
@@ -34,33 +34,30 @@ def held(found: Segmentation, line: str) -> list[str]:
     return [" ".join(w for w, s in zip(words, steps, strict=True) if s == k) for k in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("line", "steps"),
-    [
-        pytest.param("D F B O D F B O", ["D F B O"] * 2, id="plain"),
-        pytest.param("D F B D F B O " * 2, ["D F B D F B O"] * 2, id="accumulation"),
-        pytest.param("D F B O0 F B O1 " * 3, ["D F B O0 F B O1"] * 3, id="gan"),
-        pytest.param("F F B O0 F B O1 " * 3, ["F F B O0 F B O1"] * 3, id="gan-no-loader"),
-        pytest.param("D F B O0 O0 O0 " * 2, ["D F B O0 O0 O0"] * 2, id="parameter-groups"),
-        pytest.param("F B O0 O0 O0 " * 2, ["F B O0 O0 O0"] * 2, id="parameter-groups-no-loader"),
-        pytest.param("F B O F B O F B O", ["F B O"] * 3, id="no-loader"),
-        pytest.param(
-            "ITER D D D F B F B O D D F B F B O D END F B F B O END",
-            ["ITER D D D F B F B O", "D D F B F B O", "D END F B F B O END"],
-            id="transformers-trainer",
-        ),
-        pytest.param("D F B S D F B S", ["D F B S"] * 2, id="scaler-skips"),
-        pytest.param("F B S F B S", ["F B S"] * 2, id="scaler-skips-no-loader"),
-        pytest.param("D D O D O D O END O", ["D D O", "D O", "D O", "END O"], id="lightning"),
-        pytest.param("D F B O F B O F B O", ["D F B O", "F B O", "F B O"], id="one-batch-for-all"),
-        pytest.param("D F B O F B O F B O " * 4, ["D F B O F B O F B O"] * 4, id="inner-loop"),
-        pytest.param("F B F B", ["F B"] * 2, id="compiled-optimizer"),
-        pytest.param("D B D B", ["D B"] * 2, id="compiled-whole-step"),
-        pytest.param("B B B", ["B"] * 3, id="compiled-whole-step-no-loader"),
-        pytest.param("D O D O", ["D O"] * 2, id="optimizer-only"),
-        pytest.param("O O O", ["O"] * 3, id="optimizer-only-no-loader"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "steps"), [
+    pytest.param("D F B O D F B O", ["D F B O"] * 2, id="plain"),
+    pytest.param("D F B D F B O " * 2, ["D F B D F B O"] * 2, id="accumulation"),
+    pytest.param("D F B O0 F B O1 " * 3, ["D F B O0 F B O1"] * 3, id="gan"),
+    pytest.param("F F B O0 F B O1 " * 3, ["F F B O0 F B O1"] * 3, id="gan-no-loader"),
+    pytest.param("D F B O0 O0 O0 " * 2, ["D F B O0 O0 O0"] * 2, id="parameter-groups"),
+    pytest.param("F B O0 O0 O0 " * 2, ["F B O0 O0 O0"] * 2, id="parameter-groups-no-loader"),
+    pytest.param("F B O F B O F B O", ["F B O"] * 3, id="no-loader"),
+    pytest.param(
+        "ITER D D D F B F B O D D F B F B O D END F B F B O END",
+        ["ITER D D D F B F B O", "D D F B F B O", "D END F B F B O END"],
+        id="transformers-trainer",
+    ),
+    pytest.param("D F B S D F B S", ["D F B S"] * 2, id="scaler-skips"),
+    pytest.param("F B S F B S", ["F B S"] * 2, id="scaler-skips-no-loader"),
+    pytest.param("D D O D O D O END O", ["D D O", "D O", "D O", "END O"], id="lightning"),
+    pytest.param("D F B O F B O F B O", ["D F B O", "F B O", "F B O"], id="one-batch-for-all"),
+    pytest.param("D F B O F B O F B O " * 4, ["D F B O F B O F B O"] * 4, id="inner-loop"),
+    pytest.param("F B F B", ["F B"] * 2, id="compiled-optimizer"),
+    pytest.param("D B D B", ["D B"] * 2, id="compiled-whole-step"),
+    pytest.param("B B B", ["B"] * 3, id="compiled-whole-step-no-loader"),
+    pytest.param("D O D O", ["D O"] * 2, id="optimizer-only"),
+    pytest.param("O O O", ["O"] * 3, id="optimizer-only-no-loader"),
+])  # fmt: skip
 def test_steps_of_a_loop_are_its_iterations(line: str, steps: list[str]) -> None:
     spread = [step.split() for step in steps]
     if "END" in line.split()[-1] and "END" in steps[-1].split()[-1]:
@@ -126,21 +123,18 @@ def test_teacher_pass_is_other_time_of_its_step() -> None:
     assert not len(found.evaluations.starts)
 
 
-@pytest.mark.parametrize(
-    ("line", "families", "steps", "evaluations"),
-    [
-        pytest.param("ITER D D F B O ITER D D E END E D F B O D F B O ITER D D E END E END F B O",
-                     (0, 0), ["ITER D D F B O", "D F B O", "D F B O", "END F B O"], 2,
-                     id="prefetching-loader-with-evaluation-in-the-epoch"),
-        pytest.param("D F0 B O D F0 B O D E1 D E1 END D F0 B O", (0, 1), ["D F0 B O"] * 3, 1,
-                     id="averaged-copy-over-a-loader"),
-        pytest.param("D E F B O " * 4, (0, 0), ["D E F B O"] * 4, 0, id="pseudo-labels"),
-        pytest.param("D F0 B O E1 D F0 B O", (5, 5), ["D F0 B O"] * 2, 1, id="wrapped-module"),
-        pytest.param("D FE B O D FE B O D FE D FE END", (0, 0), ["D FE B O"] * 2, 1,
-                     id="forward-in-eval-mode"),
-        pytest.param("D E D E D N END", (0, 0), ["D E", "D E", "D N"], 0, id="evaluation-alone"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "families", "steps", "evaluations"), [
+    pytest.param("ITER D D F B O ITER D D E END E D F B O D F B O ITER D D E END E END F B O",
+                 (0, 0), ["ITER D D F B O", "D F B O", "D F B O", "END F B O"], 2,
+                 id="prefetching-loader-with-evaluation-in-the-epoch"),
+    pytest.param("D F0 B O D F0 B O D E1 D E1 END D F0 B O", (0, 1), ["D F0 B O"] * 3, 1,
+                 id="averaged-copy-over-a-loader"),
+    pytest.param("D E F B O " * 4, (0, 0), ["D E F B O"] * 4, 0, id="pseudo-labels"),
+    pytest.param("D F0 B O E1 D F0 B O", (5, 5), ["D F0 B O"] * 2, 1, id="wrapped-module"),
+    pytest.param("D FE B O D FE B O D FE D FE END", (0, 0), ["D FE B O"] * 2, 1,
+                 id="forward-in-eval-mode"),
+    pytest.param("D E D E D N END", (0, 0), ["D E", "D E", "D N"], 0, id="evaluation-alone"),
+])  # fmt: skip
 def test_evaluation_is_told_from_the_passes_of_a_step(
     line: str, families: tuple[int, int], steps: list[str], evaluations: int
 ) -> None:
@@ -158,19 +152,11 @@ def test_closure_counts_forward_and_backward_apart_from_the_optimizer() -> None:
     assert optimizer.tolist() == [3 * GAP_NS] * 3
 
 
-def test_closures_without_loader_are_steps_of_their_own() -> None:
-    found = cut("O(F B F B) O(F B F B) O(F B)")
-    assert found.steps.micro_step_count.tolist() == [2, 2, 1]
-
-
 def test_scaler_adds_up_to_its_whole_and_says_when_it_skipped() -> None:
     found = cut("D F B S(O) D F B S D F B S(O)")
     assert found.steps.skipped.tolist() == [False, True, False]
     assert found.steps.optimizer_step_count.tolist() == [1, 0, 1]
     assert found.steps.host_ns[3].tolist() == [SPAN_NS + 2 * GAP_NS, SPAN_NS, SPAN_NS + 2 * GAP_NS]
-
-
-def test_scaler_that_skips_one_of_two_optimizers_keeps_the_step_whole() -> None:
     whole, skips = "F B S(O0) F B S(O1)", "F B S(O0) F B S"
     found = cut(" ".join([whole, whole, skips, whole]))
     assert found.steps.optimizer_step_count.tolist() == [2, 2, 1, 2]
@@ -197,11 +183,6 @@ def test_recording_that_ends_in_the_middle_leaves_micro_steps_unfinished() -> No
     assert found.steps.end_ns[0] == found.nested.spans.start_ns[7]
 
 
-def test_recording_that_begins_after_an_optimizer_counts_every_step() -> None:
-    assert len(cut("END ITER D F B O D F B O").steps.start_ns) == 2
-    assert len(cut("F B O D F B O").steps.start_ns) == 2
-
-
 def test_confidence_falls_with_what_is_seen() -> None:
     loader, optimizer = cut("D F B O " * 4), cut("F B O " * 4)
     split, backward = cut("D F B O F B O D F B O"), cut("F B " * 4)
@@ -215,9 +196,8 @@ def test_segment_of_nothing_is_no_steps() -> None:
         found = cut(line)
         assert not len(found.steps.start_ns)
         assert found.steps.host_ns.shape == (len(PHASES), 0)
-
-
-def test_optimizer_inside_the_backward_ends_the_step_there() -> None:
+    assert len(cut("END ITER D F B O D F B O").steps.start_ns) == 2
+    assert len(cut("F B O D F B O").steps.start_ns) == 2
     found = cut("D F B D F B(O0 O1) D F B D F B(O0 O1)")
     assert found.steps.micro_step_count.tolist() == [2, 2]
 
@@ -232,7 +212,6 @@ def test_module_that_is_a_whole_train_step_gives_all_its_phases(line: str) -> No
     assert min(by_phase["optimizer"]) >= SPAN_NS
 
 
-WORDS = {kind: word for word, kind in KINDS.items()}
 RUNS = settings(max_examples=examples(80), deadline=None, derandomize=True)
 RANDOM_LINES = st.lists(
     st.sampled_from(["D", "END", "ITER", "F0", "F1", "E0", "E1", "N", "B", "O0", "O1", "O1", "S",
@@ -277,18 +256,6 @@ def test_segment_of_a_loop_counts_its_steps(loop: Loop) -> None:
 
 
 @RUNS
-@given(loops())
-def test_segment_of_a_loop_equals_the_slow_reading(loop: Loop) -> None:
-    found = segment(spans_of(" ".join(loop.words)))
-    expected = slow_steps(*tokens_of(found))
-    steps = found.steps
-    assert steps.start_ns.tolist() == [step.start for step in expected]
-    assert steps.step_ns.tolist() == [s.end - s.start - s.evaluated for s in expected]
-    for place, phase in enumerate(PHASES):
-        assert steps.host_ns[place].tolist() == [getattr(s, phase) for s in expected], phase
-
-
-@RUNS
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 63), st.integers(0, 300),
                           st.integers(0, 300)), max_size=50))  # fmt: skip
 def test_segment_of_noise_is_whole(rows: list[tuple[int, int, int, int]]) -> None:
@@ -314,28 +281,6 @@ def test_nesting_deeper_than_any_loop_is_left_out() -> None:
     assert found.overlapping_count == len(rows) - len(found.spans.kind)
 
 
-def tokens_of(
-    found: Segmentation,
-) -> tuple[list[tuple[str, int, int]], dict[int, list[tuple[str, int]]]]:
-    """The outermost spans as words, evaluation in lower case, and the time inside each."""
-    nested = found.nested
-    rows: list[tuple[str, int, int]] = []
-    inner: dict[int, list[tuple[str, int]]] = {}
-    position: dict[int, int] = {}
-    for row, kind in enumerate(nested.spans.kind.tolist()):
-        top = int(nested.top[row])
-        if top == row:
-            word = WORDS[kind]
-            evaluated = found.phase[row] >= EVAL_PHASE
-            position[row] = len(rows)
-            edges = int(nested.spans.start_ns[row]), int(nested.spans.end_ns[row])
-            rows.append((word.lower() if evaluated else word, *edges))
-        if found.phase[row] < len(PHASES):
-            name = "dataloader" if kind in LOADER_KINDS else PHASES[found.phase[row]]
-            inner.setdefault(position[top], []).append((name, int(nested.self_ns[row])))
-    return rows, inner
-
-
 BACK = "forward loss backward"
 STEP = f"{BACK} gradients optimizer"
 
@@ -358,36 +303,33 @@ def told(found: StepPositions) -> list[str]:
     return [" ".join(step) for step in steps]
 
 
-@pytest.mark.parametrize(
-    ("loop", "second"),
-    [
-        ("D F B O", f"input prepare {STEP} after_step"),
-        ("F B O", f"between_steps {STEP}"),
-        ("D F B D F B O", f"input prepare {BACK} after_step input prepare {STEP} after_step"),
-        ("D F B O0 F B O1", f"input prepare {STEP} prepare {STEP} after_step"),
-        ("F B O0 F B O1", f"between_steps {STEP} prepare {STEP}"),
-        ("D F F B O", f"input prepare forward loss {STEP} after_step"),
-        ("D F B B O", f"input prepare {BACK} gradients backward gradients optimizer after_step"),
-        ("D F B O O", f"input prepare {STEP} gradients optimizer after_step"),
-        ("D N F B O", f"input prepare {STEP} after_step"),  # a teacher, a rollout
-        ("D F B(F) O", f"input prepare {STEP} after_step"),  # recomputed activations
-        ("D F B S(O)", f"input prepare {STEP} after_step"),
-        ("D O(F B)", f"input prepare {BACK} optimizer after_step"),  # Lightning
-        ("O(D F B)", f"after_step input prepare {BACK} optimizer"),  # and its data iterator
-        ("D O(F B F B)", f"input prepare {BACK} optimizer {BACK} optimizer after_step"),  # LBFGS
-        ("D F(GC) B O", f"input prepare forward forward* {STEP} after_step"),
-        ("D F B O GC", f"input prepare {STEP} after_step after_step* after_step"),
-        ("D F B O E E", f"input prepare {STEP} after_step evaluation between_steps"),
-        ("D F B SAVE O", f"input prepare {BACK} gradients checkpoint gradients optimizer "
-         "after_step"),
-        ("D F B O SAVE", f"input prepare {STEP} after_step checkpoint after_step"),
-        ("D F B C O", f"input prepare {STEP} after_step"),
-        ("ITER D F B O END", f"input after_step input prepare {STEP} after_step input after_step"),
-        ("D B", "input prepare backward after_step"),  # a step compiled as a whole
-        ("D E", "input prepare forward loss"),  # no training at all
-        ("D M", "after_step input after_step"),  # steps that the job marks
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("loop", "second"), [
+    ("D F B O", f"input prepare {STEP} after_step"),
+    ("F B O", f"between_steps {STEP}"),
+    ("D F B D F B O", f"input prepare {BACK} after_step input prepare {STEP} after_step"),
+    ("D F B O0 F B O1", f"input prepare {STEP} prepare {STEP} after_step"),
+    ("F B O0 F B O1", f"between_steps {STEP} prepare {STEP}"),
+    ("D F F B O", f"input prepare forward loss {STEP} after_step"),
+    ("D F B B O", f"input prepare {BACK} gradients backward gradients optimizer after_step"),
+    ("D F B O O", f"input prepare {STEP} gradients optimizer after_step"),
+    ("D N F B O", f"input prepare {STEP} after_step"),  # a teacher, a rollout
+    ("D F B(F) O", f"input prepare {STEP} after_step"),  # recomputed activations
+    ("D F B S(O)", f"input prepare {STEP} after_step"),
+    ("D O(F B)", f"input prepare {BACK} optimizer after_step"),  # Lightning
+    ("O(D F B)", f"after_step input prepare {BACK} optimizer"),  # and its data iterator
+    ("D O(F B F B)", f"input prepare {BACK} optimizer {BACK} optimizer after_step"),  # LBFGS
+    ("D F(GC) B O", f"input prepare forward forward* {STEP} after_step"),
+    ("D F B O GC", f"input prepare {STEP} after_step after_step* after_step"),
+    ("D F B O E E", f"input prepare {STEP} after_step evaluation between_steps"),
+    ("D F B SAVE O", f"input prepare {BACK} gradients checkpoint gradients optimizer "
+     "after_step"),
+    ("D F B O SAVE", f"input prepare {STEP} after_step checkpoint after_step"),
+    ("D F B C O", f"input prepare {STEP} after_step"),
+    ("ITER D F B O END", f"input after_step input prepare {STEP} after_step input after_step"),
+    ("D B", "input prepare backward after_step"),  # a step compiled as a whole
+    ("D E", "input prepare forward loss"),  # no training at all
+    ("D M", "after_step input after_step"),  # steps that the job marks
+])  # fmt: skip
 def test_positions_follow_from_the_order_of_spans(loop: str, second: str) -> None:
     assert told(cut_positions(f"{loop} " * 4))[1] == second
 
@@ -397,6 +339,9 @@ def test_compilation_is_no_forward() -> None:
     found = told(cut_positions("D F B O " * 2, compiled=(begin, begin + 30)))
     assert found[0] == f"input prepare forward compile {STEP} after_step"
     assert "compile" not in found[1]
+    nothing = cut_positions("D")
+    assert (nothing.step_count, len(nothing.start_ns)) == (0, 0)
+    assert all(part.shape == (len(POSITIONS), 0) for part in nothing.sums())
 
 
 def test_moments_are_placed_and_what_lies_outside_of_all_steps_is_not() -> None:
@@ -406,12 +351,6 @@ def test_moments_are_placed_and_what_lies_outside_of_all_steps_is_not() -> None:
     places = found.at(moments)
     assert places.tolist()[::4] == [-1, -1]
     assert [POSITIONS[p] for p in found.position[places[1:4]]] == ["input", "prepare", "optimizer"]
-
-
-def test_a_thread_without_steps_has_no_positions() -> None:
-    found = cut_positions("D")
-    assert (found.step_count, len(found.start_ns)) == (0, 0)
-    assert all(part.shape == (len(POSITIONS), 0) for part in found.sums())
 
 
 @RUNS

@@ -41,46 +41,41 @@ def of_python(name: str, function: str = "wait") -> tuple[str, int, str]:
 SELECT = of_python("selectors.py", "select")
 
 
-@pytest.mark.parametrize(
-    ("stack", "lock", "expected"),
-    [
-        # operators, Python and other native code
-        ((MAIN, MODULE, FORWARD, MODULE, LINEAR), "0", {"operators": 1}),
-        ((MAIN, MODULE, FORWARD), "0", {"operators": 1}),
-        ((MAIN, MODULE, FORWARD), "h", {"python": 1}),
-        ((MAIN, MODULE, FORWARD), "h00", {"operators": 1}),  # calls of small ones
-        ((MAIN, MODULE, FORWARD), "h0", {"python": 1 / 4, "operators": 3 / 4}),
-        ((MAIN, MODULE, FORWARD), "hh0", {"python": 1 / 2, "operators": 1 / 2}),
-        ((MAIN, MODULE, LINEAR), "h", {"python": 1}),
-        ((MAIN, LOG), "-", {"operators": 1}),  # nobody looked at the lock
-        ((MAIN, MODULE, LINEAR), "-", {"operators": 1}),
-        ((MAIN, LOG, NORM), "0", {"native": 1}),
-        ((MAIN, LOG, NORM), "h", {"python": 1}),
-        ((), "0", {"unknown": 1}),
-        # waits
-        ((MAIN, LOG), "1", {"wait: interpreter lock": 1}),
-        ((MAIN, MODULE, LINEAR), "10", {"wait: interpreter lock": 1 / 2, "operators": 1 / 2}),
-        ((MAIN, LOADER, GET), "0", {"wait: loader": 1}),
-        ((MAIN, LOADER, GET), "10", {"wait: interpreter lock": 1 / 2, "wait: loader": 1 / 2}),
-        ((MAIN, LOG, BARRIER), "0", {"wait: link": 1}),
-        ((MAIN, LOG, of_python("threading.py")), "0", {"wait: lock": 1}),
-        ((MAIN, LOG, of_python("queue.py")), "0", {"wait: lock": 1}),
-        ((MAIN, LOG, of_python("socket.py")), "0", {"wait: socket": 1}),
-        ((MAIN, LOG, of_python("http/client.py")), "0", {"wait: socket": 1}),
-        ((MAIN, LOG, of_python("subprocess.py")), "0", {"wait: process": 1}),
-        ((MAIN, LOG, of_python("multiprocessing/connection.py")), "0", {"wait: pipe": 1}),
-        ((MAIN, LOG, (f"{SITE}/torch/cuda/streams.py", 9, "Event.synchronize")), "0",
-         {"wait: device": 1}),
-        ((MAIN, (*LOG, "os.fsync(log.fileno())")), "0", {"wait: file": 1}),
-        ((MAIN, (*LOG, "time.sleep(0.01)")), "0", {"wait: sleep": 1}),
-        ((MAIN, (*LOG, "shutil.copyfile(path, other)")), "0", {"native": 1}),
-        ((MAIN, (*LOG, "loss.mean()")), "0", {"operators": 1}),
-        ((MAIN, LOG, of_python("threading.py")), "h", {"python": 1}),  # and does not wait
-    ],
-)  # fmt: skip
-def test_a_stack_tells_what_the_thread_did(
-    stack: Any, lock: str, expected: dict[str, float]
-) -> None:
+@pytest.mark.parametrize(("stack", "lock", "expected"), [
+    # operators, Python and other native code
+    ((MAIN, MODULE, FORWARD, MODULE, LINEAR), "0", {"operators": 1}),
+    ((MAIN, MODULE, FORWARD), "0", {"operators": 1}),
+    ((MAIN, MODULE, FORWARD), "h", {"python": 1}),
+    ((MAIN, MODULE, FORWARD), "h00", {"operators": 1}),  # calls of small ones
+    ((MAIN, MODULE, FORWARD), "h0", {"python": 1 / 4, "operators": 3 / 4}),
+    ((MAIN, MODULE, FORWARD), "hh0", {"python": 1 / 2, "operators": 1 / 2}),
+    ((MAIN, MODULE, LINEAR), "h", {"python": 1}),
+    ((MAIN, LOG), "-", {"operators": 1}),  # nobody looked at the lock
+    ((MAIN, MODULE, LINEAR), "-", {"operators": 1}),
+    ((MAIN, LOG, NORM), "0", {"native": 1}),
+    ((MAIN, LOG, NORM), "h", {"python": 1}),
+    ((), "0", {"unknown": 1}),
+    # waits
+    ((MAIN, LOG), "1", {"wait: interpreter lock": 1}),
+    ((MAIN, MODULE, LINEAR), "10", {"wait: interpreter lock": 1 / 2, "operators": 1 / 2}),
+    ((MAIN, LOADER, GET), "0", {"wait: loader": 1}),
+    ((MAIN, LOADER, GET), "10", {"wait: interpreter lock": 1 / 2, "wait: loader": 1 / 2}),
+    ((MAIN, LOG, BARRIER), "0", {"wait: link": 1}),
+    ((MAIN, LOG, of_python("threading.py")), "0", {"wait: lock": 1}),
+    ((MAIN, LOG, of_python("queue.py")), "0", {"wait: lock": 1}),
+    ((MAIN, LOG, of_python("socket.py")), "0", {"wait: socket": 1}),
+    ((MAIN, LOG, of_python("http/client.py")), "0", {"wait: socket": 1}),
+    ((MAIN, LOG, of_python("subprocess.py")), "0", {"wait: process": 1}),
+    ((MAIN, LOG, of_python("multiprocessing/connection.py")), "0", {"wait: pipe": 1}),
+    ((MAIN, LOG, (f"{SITE}/torch/cuda/streams.py", 9, "Event.synchronize")), "0",
+     {"wait: device": 1}),
+    ((MAIN, (*LOG, "os.fsync(log.fileno())")), "0", {"wait: file": 1}),
+    ((MAIN, (*LOG, "time.sleep(0.01)")), "0", {"wait: sleep": 1}),
+    ((MAIN, (*LOG, "shutil.copyfile(path, other)")), "0", {"native": 1}),
+    ((MAIN, (*LOG, "loss.mean()")), "0", {"operators": 1}),
+    ((MAIN, LOG, of_python("threading.py")), "h", {"python": 1}),  # and does not wait
+])  # fmt: skip
+def test_stack_tells_what_the_thread_did(stack: Any, lock: str, expected: dict[str, float]) -> None:
     assert shares(table_of(("forward", stack, 6, lock)), "forward") == pytest.approx(expected)
 
 
@@ -114,29 +109,26 @@ def test_without_a_core_is_what_counters_say_and_only_of_what_would_run() -> Non
     assert shares(table, "input") == {"wait: loader": 1}
 
 
-@pytest.mark.parametrize(
-    ("stack", "wait", "expected"),
-    [
-        ((MAIN, LOG, of_python("socket.py")), "0", "native"),
-        ((MAIN, LOG, of_python("socket.py")), "s", "wait: socket"),
-        ((MAIN, (*LOG, "os.fsync(log.fileno())")), "0", "native"),
-        # woken as often as it waits, and then ready: without a core
-        ((MAIN, LOG, of_python("socket.py")), "s0", "wait: socket"),
-        ((MAIN, (*LOG, "peer.recv(16)")), "s0", "wait: socket"),
-        ((MAIN, (*LOG, "peer.recv(16)")), "0", "native"),
-        ((MAIN, (*LOG, "time.sleep(0.01)")), "z00", "wait: sleep"),
-        # who selects waits for what its caller reads
-        ((MAIN, LOG, SELECT), "m", "wait: socket"),
-        ((MAIN, LOG, of_python("socketserver.py"), SELECT), "m", "wait: socket"),
-        ((MAIN, LOG, of_python("subprocess.py"), SELECT), "m", "wait: process"),
-        ((MAIN, LOG, of_python("multiprocessing/connection.py"), SELECT), "m", "wait: pipe"),
-        ((MAIN, LOADER, GET), "p", "wait: loader"),
-        ((MAIN, LOADER, GET), "-", "wait: loader"),
-        ((MAIN, LOADER, GET, of_python("multiprocessing/connection.py")), "0", "native"),
-        ((MAIN, LOADER, (f"{SITE}/torch/multiprocessing/reductions.py", 9, "rebuild")), "0",
-         "operators"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("stack", "wait", "expected"), [
+    ((MAIN, LOG, of_python("socket.py")), "0", "native"),
+    ((MAIN, LOG, of_python("socket.py")), "s", "wait: socket"),
+    ((MAIN, (*LOG, "os.fsync(log.fileno())")), "0", "native"),
+    # woken as often as it waits, and then ready: without a core
+    ((MAIN, LOG, of_python("socket.py")), "s0", "wait: socket"),
+    ((MAIN, (*LOG, "peer.recv(16)")), "s0", "wait: socket"),
+    ((MAIN, (*LOG, "peer.recv(16)")), "0", "native"),
+    ((MAIN, (*LOG, "time.sleep(0.01)")), "z00", "wait: sleep"),
+    # who selects waits for what its caller reads
+    ((MAIN, LOG, SELECT), "m", "wait: socket"),
+    ((MAIN, LOG, of_python("socketserver.py"), SELECT), "m", "wait: socket"),
+    ((MAIN, LOG, of_python("subprocess.py"), SELECT), "m", "wait: process"),
+    ((MAIN, LOG, of_python("multiprocessing/connection.py"), SELECT), "m", "wait: pipe"),
+    ((MAIN, LOADER, GET), "p", "wait: loader"),
+    ((MAIN, LOADER, GET), "-", "wait: loader"),
+    ((MAIN, LOADER, GET, of_python("multiprocessing/connection.py")), "0", "native"),
+    ((MAIN, LOADER, (f"{SITE}/torch/multiprocessing/reductions.py", 9, "rebuild")), "0",
+     "operators"),
+])  # fmt: skip
 def test_a_thread_that_is_ready_to_run_waits_for_nothing(
     stack: Any, wait: str, expected: str
 ) -> None:
@@ -227,11 +219,6 @@ def test_what_follows_the_last_collective_of_a_backward_is_the_link() -> None:
     assert shares(table, "backward") == pytest.approx(
         {"operators": 3 / 4, "wait: link": 1 / 8, "wait: peer": 1 / 8}
     )
-
-
-def test_an_exchange_of_more_ranks_than_cores_waits_for_cores() -> None:
-    """These were free for a twelfth of the time: no link held it up for longer."""
-    parts: Any = (("forward", (MAIN, MODULE, LINEAR), 4), ("backward", (MAIN, ENGINE), 8))
     table = table_of(*parts, tail_ratio=0.25, free_ratio=1 / 12)
     assert shares(table, "backward") == pytest.approx(
         {"operators": 3 / 4, "wait: link": 1 / 8, "no core": 1 / 8}
@@ -247,20 +234,17 @@ def test_each_position_keeps_its_exact_time_however_seldom_it_was_sampled() -> N
     assert sums[[0, 2, 6]] == pytest.approx([12, 84, 36])
 
 
-@pytest.mark.parametrize(
-    ("file", "library", "package"),
-    [
-        ("/home/me/train.py", False, "job"),
-        (f"{SITE}/numpy/linalg/linalg.py", True, "numpy"),
-        (f"{SITE}/six.py", True, "six"),
-        (f"{SITE}/torch/nn/functional.py", True, "torch"),
-        ("/src/pytorch/torch/nn/functional.py", True, "torch"),
-        (f"{PYTHON}/json/encoder.py", True, "python"),
-        ("/usr/lib/python3/dist-packages/yaml/loader.py", True, "yaml"),
-        ("/tmp/torchinductor_me/ab/cabc.py", True, "torch"),
-        ("<eval_with_key>.1", True, "torch"),
-    ],
-)
+@pytest.mark.parametrize(("file", "library", "package"), [
+    ("/home/me/train.py", False, "job"),
+    (f"{SITE}/numpy/linalg/linalg.py", True, "numpy"),
+    (f"{SITE}/six.py", True, "six"),
+    (f"{SITE}/torch/nn/functional.py", True, "torch"),
+    ("/src/pytorch/torch/nn/functional.py", True, "torch"),
+    (f"{PYTHON}/json/encoder.py", True, "python"),
+    ("/usr/lib/python3/dist-packages/yaml/loader.py", True, "yaml"),
+    ("/tmp/torchinductor_me/ab/cabc.py", True, "torch"),
+    ("<eval_with_key>.1", True, "torch"),
+])  # fmt: skip
 def test_whose_code_a_file_is(file: str, library: bool, package: str) -> None:
     assert package_of(file, library=library) == package
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.unit.analysis.trace.shared import (
     ALL_REDUCE,
     Event,
     all_reduce,
+    analysis_of,
     event,
     kernel,
     launch,
@@ -36,14 +37,8 @@ from tests.unit.analysis.trace.shared import (
 )
 
 
-def analysis(folder: Path, ranks: Sequence[Iterable[Event]], world: int = 2) -> TraceAnalysis:
-    for rank, events in enumerate(ranks):
-        rank_file(folder, rank, events, world)
-    return TraceAnalysis(folder)
-
-
 def test_wait_and_transfer_are_told_apart(tmp_path: Path) -> None:
-    found = analysis(tmp_path, [[all_reduce(100, 400, seq=1)], [all_reduce(300, 401, seq=1)]])
+    found = analysis_of(tmp_path, [[all_reduce(100, 400, seq=1)], [all_reduce(300, 401, seq=1)]])
     waits = found.collective_waits()
     assert waits["wait_ns"].to_list() == [200_000, 0]
     assert waits["transfer_ns"].to_list() == [100_000, 101_000]
@@ -58,42 +53,32 @@ def test_wait_and_transfer_are_told_apart(tmp_path: Path) -> None:
     assert row["bus_bandwidth_bytes_per_s"] == pytest.approx(4e6 / 101e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "counts", "total", "factor"),
-    [
-        ("allreduce", (1000, 1000), 4000, 1.5),
-        ("_allgather_base", (1000, 4000), 16000, 0.75),
-        ("_reduce_scatter_base", (4000, 1000), 16000, 0.75),
-        ("all_to_all", (4000, 4000), 16000, 0.75),
-    ],
-)
+@pytest.mark.parametrize(("name", "counts", "total", "factor"), [
+    ("allreduce", (1000, 1000), 4000, 1.5),
+    ("_allgather_base", (1000, 4000), 16000, 0.75),
+    ("_reduce_scatter_base", (4000, 1000), 16000, 0.75),
+    ("all_to_all", (4000, 4000), 16000, 0.75),
+])  # fmt: skip
 def test_bus_bandwidth_is_that_of_nccl_tests(
     tmp_path: Path, name: str, counts: tuple[int, int], total: int, factor: float
 ) -> None:
-    said = {
-        "Collective name": name,
-        "In msg nelems": counts[0],
-        "Out msg nelems": counts[1],
-        "Group size": 4,
-    }
-    found = analysis(tmp_path, [[all_reduce(0, 10, seq=1, **said)]] * 4, world=4)
+    said = {"Collective name": name, "In msg nelems": counts[0], "Out msg nelems": counts[1],
+            "Group size": 4}  # fmt: skip
+    found = analysis_of(tmp_path, [[all_reduce(0, 10, seq=1, **said)]] * 4)
     (row,) = found.process_groups().rows(named=True)
     assert (row["bytes"], row["timed_count"]) == (total, 1)
     assert row["bus_bandwidth_bytes_per_s"] == pytest.approx(total / 10e-6 * factor)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "devices", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", (0, 1), 450e9),
-        ("Tesla V100-SXM2-32GB", (0, 1), 150e9),
-        ("AMD Instinct MI300X", (0, 1), 448e9),
-        ("NVIDIA H100 PCIe", (0, 1), None),
-        ("NVIDIA A100-PG509-200", (0, 1), None),
-        ("NVIDIA H100 80GB HBM3", (0, 0), None),  # a GPU each of two nodes, or one visible each
-        (None, (0, 1), None),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "devices", "peak"), [
+    ("NVIDIA H100 80GB HBM3", (0, 1), 450e9),
+    ("Tesla V100-SXM2-32GB", (0, 1), 150e9),
+    ("AMD Instinct MI300X", (0, 1), 448e9),
+    ("NVIDIA H100 PCIe", (0, 1), None),
+    ("NVIDIA A100-PG509-200", (0, 1), None),
+    ("NVIDIA H100 80GB HBM3", (0, 0), None),  # a GPU each of two nodes, or one visible each
+    (None, (0, 1), None),
+])  # fmt: skip
 def test_bus_bandwidth_is_held_against_the_link_where_that_is_known(
     tmp_path: Path, gpu: str | None, devices: tuple[int, int], peak: float | None
 ) -> None:
@@ -115,7 +100,7 @@ def test_order_is_not_believed_where_times_contradict_it(tmp_path: Path) -> None
     plain = dict.fromkeys(("Process Group Name", "Process Group Ranks", "Group size"))
     first = [all_reduce(at, at + 90, **plain) for at in (1000, 3000, 5000)]
     second = [all_reduce(at, at + 90, **plain) for at in (3000, 5000, 7000)]
-    found = analysis(tmp_path, [first, second]).collectives()
+    found = analysis_of(tmp_path, [first, second]).collectives()
     assert found["matched_by"].to_list() == ["end", "end"]
     assert found["start_ns"].to_list() == [3_000_000, 5_000_000]
     assert set(found["start_skew_ns"]) == {0}
@@ -136,29 +121,29 @@ def test_ranks_of_gloo_match_in_order_though_their_ends_are_ms_apart(tmp_path: P
              (150_092, 155_513)]  # fmt: skip
     second = [(123_806, 124_450), (128_522, 131_209), (135_037, 139_799), (143_755, 145_696),
               (149_443, 150_381)]  # fmt: skip
-    waits = analysis(tmp_path, [gloo(first), gloo(second)]).collective_waits()
+    waits = analysis_of(tmp_path, [gloo(first), gloo(second)]).collective_waits()
     assert waits["matched_by"].to_list() == ["order"] * 10
     assert waits.filter(pl.col("rank") == 0)["wait_ns"][0] == 123_706_000
 
 
-def test_numbered_collectives_match_though_one_is_lost(tmp_path: Path) -> None:
+def test_what_contradicts_is_told_and_a_lost_one_is_passed_over(tmp_path: Path) -> None:
     first = [all_reduce(at, at + 90, seq=at) for at in (1000, 3000, 5000)]
-    found = analysis(tmp_path, [first, first[1:]]).collectives()
+    found = analysis_of(tmp_path, [first, first[1:]]).collectives()
     assert found["sequence"].to_list() == [3000, 5000]
-
-
-def test_sizes_that_contradict_lower_the_confidence(tmp_path: Path) -> None:
     other = all_reduce(0, 10, seq=1, **{"In msg nelems": 5})
-    found = analysis(tmp_path, [[all_reduce(0, 10, seq=1)], [other]]).collectives()
+    found = analysis_of(tmp_path, [[all_reduce(0, 10, seq=1)], [other]]).collectives()
     assert found["confidence"].to_list() == [0.5]
+    ranks = [[all_reduce(0, 100, seq=1)], [all_reduce(9000, 9100, seq=1)]]
+    (row,) = analysis_of(tmp_path, ranks).collectives().rows(named=True)
+    assert row["transfer_ns"] is None
+    assert "clocks differ" in row["missing"]
 
 
 def test_missing_rank_makes_waiting_unknown(tmp_path: Path) -> None:
     """The rank without trace may be the one that all waited for."""
     said = {"Group size": 8}
-    found = analysis(
-        tmp_path, [[all_reduce(0, 10, seq=1, **said)], [all_reduce(5, 10, seq=1, **said)]], world=8
-    )
+    ranks = [[all_reduce(0, 10, seq=1, **said)], [all_reduce(5, 10, seq=1, **said)]]
+    found = analysis_of(tmp_path, ranks)
     (row,) = found.collectives().rows(named=True)
     assert row["transfer_ns"] is None
     assert row["bus_bandwidth_bytes_per_s"] is None
@@ -171,21 +156,13 @@ def test_clocks_of_hosts_are_compared_by_ends(tmp_path: Path) -> None:
     ahead = 7000
     first = [all_reduce(at, at + 100, seq=at) for at in range(0, 5000, 1000)]
     second = [all_reduce(at + 50 + ahead, at + 100 + ahead, seq=at) for at in range(0, 5000, 1000)]
-    found = analysis(tmp_path, [first, second])
+    found = analysis_of(tmp_path, [first, second])
     offsets = found.clock_offsets()
     assert offsets["offset_ns"].to_list() == [-3_500_000, 3_500_000]
     assert offsets["residual_ns"].to_list() == [0, 0]
     assert offsets["corrected"].all()
     assert set(found.collectives()["start_skew_ns"]) == {50_000}
     assert found.stragglers()["rank"].to_list() == [1, 0]
-
-
-def test_times_that_contradict_each_other_are_not_given(tmp_path: Path) -> None:
-    """One collective tells no clock: rank 0 ended before rank 1 entered, which cannot be."""
-    found = analysis(tmp_path, [[all_reduce(0, 100, seq=1)], [all_reduce(9000, 9100, seq=1)]])
-    (row,) = found.collectives().rows(named=True)
-    assert row["transfer_ns"] is None
-    assert "clocks differ" in row["missing"]
 
 
 def test_straggler_has_the_shortest_collectives(tmp_path: Path) -> None:
@@ -198,31 +175,28 @@ def test_straggler_has_the_shortest_collectives(tmp_path: Path) -> None:
             said = {"Group size": 3, "correlation": number + 1}
             events.append(all_reduce(at + late + 10, at + 500, seq=number, **said))
         ranks.append(events)
-    found = analysis(tmp_path, ranks, world=3).stragglers()
+    found = analysis_of(tmp_path, ranks).stragglers()
     worst = found.row(0, named=True)
     assert (worst["rank"], worst["last_count"], worst["last_ratio"]) == (1, 4, 1.0)
     assert worst["held_up_ns_per_step"] == 280_000
     assert worst["collective_ns"] == found["collective_ns"].min()
     assert found.filter(pl.col("rank") == 0)["waited_ns_per_step"].item() == 300_000
-    by_step = analysis(tmp_path, ranks, world=3).stragglers(by_step=True)
+    by_step = analysis_of(tmp_path, ranks).stragglers(by_step=True)
     assert by_step.height == 12
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)", "all_reduce"),
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "reduce_scatter"),
-        ("ncclDevKernel_AllGather_RING_LL", "all_gather"),
-        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", "send_receive"),
-        ("ncclDevKernel_Broadcast_RING_LL", "broadcast"),
-        ("ncclDevKernel_Reduce_Sum_f32_RING_LL", "reduce"),
-        ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "other"),
-        ("nccl:all_to_all", "all_to_all"),
-        ("nccl:send 0->1", "send"),
-        ("allgather_into_tensor_coalesced", "all_gather"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), [
+    ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)", "all_reduce"),
+    ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "reduce_scatter"),
+    ("ncclDevKernel_AllGather_RING_LL", "all_gather"),
+    ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", "send_receive"),
+    ("ncclDevKernel_Broadcast_RING_LL", "broadcast"),
+    ("ncclDevKernel_Reduce_Sum_f32_RING_LL", "reduce"),
+    ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "other"),
+    ("nccl:all_to_all", "all_to_all"),
+    ("nccl:send 0->1", "send"),
+    ("allgather_into_tensor_coalesced", "all_gather"),
+])  # fmt: skip
 def test_kind_is_told_by_names_of_every_era(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
@@ -252,34 +226,15 @@ def test_dlrm_collectives_equal_plain_arithmetic() -> None:
         "all_reduce", "all_to_all", "all_reduce", "all_reduce",
     ]  # fmt: skip
     offsets = analysed.clock_offsets()
-    assert offsets.filter(
-        pl.col("offset_ns").abs() > 2_000
-    ).is_empty()  # one host: ranks leave together
+    assert offsets["offset_ns"].abs().to_numpy().max() <= 2_000  # one host: ranks leave together
     assert not offsets["corrected"].any()
 
 
 def test_dlrm_stragglers_are_those_that_arrive_last() -> None:
     """HTA says 2 and 7: it drops kernels below 1 % of the step, those of who arrives last."""
-    folder = traces("dlrm_v100_8ranks")
-    found = TraceAnalysis(folder).stragglers()
+    found = TraceAnalysis(traces("dlrm_v100_8ranks")).stragglers()
     assert found["rank"].head(3).to_list() == [7, 5, 4]
     assert found["last_count"].head(3).to_list() == [5, 2, 1]
-    plain = [nccl_of(path) for path in sorted(folder.iterdir())]
-    kept, everything = [], []
-    for kernels in plain:  # HTA: the last SendRecv of each rank, with the filter and without
-        moves = [kernel for kernel in kernels if "SendRecv" in kernel[0]]
-        kept.append([start for _, start, end in moves if end - start >= 0.01 * 14_455][-1])
-        everything.append(moves[-1][1])
-    by_start = sorted(range(8), key=lambda rank: -kept[rank])
-    assert sorted(by_start[:2]) == [2, 7]
-    by_start = sorted(range(8), key=lambda rank: -everything[rank])
-    assert by_start[:2] == [5, 4]
-
-
-def test_sampled_ranks_match_by_end_where_order_fails() -> None:
-    found = TraceAnalysis(traces("hta_sampled_2ranks_ws128")).collectives()
-    assert found.height == 5
-    assert found["transfer_ns"].null_count() == 5  # 126 ranks have no trace
 
 
 def test_trace_without_collectives_has_no_rows() -> None:
@@ -287,12 +242,15 @@ def test_trace_without_collectives_has_no_rows() -> None:
     assert found.collectives().is_empty()
     assert found.stragglers().is_empty()
     assert found.process_groups().is_empty()
+    two = TraceAnalysis(traces("hta_sampled_2ranks_ws128")).collectives()
+    assert two.height == 5
+    assert two["transfer_ns"].null_count() == 5  # 126 ranks have no trace
 
 
 def test_collectives_of_one_rank_have_sizes_and_bandwidths_that_hold_the_waiting(
     tmp_path: Path,
 ) -> None:
-    found = analysis(tmp_path, [[all_reduce(100, 300, seq=1), all_reduce(400, 600, seq=2)]])
+    found = analysis_of(tmp_path, [[all_reduce(100, 300, seq=1), all_reduce(400, 600, seq=2)]])
     (row,) = found.rank_collectives().rows(named=True)
     assert (row["kind"], row["group_size"], row["collective_count"]) == ("all_reduce", 2, 2)
     assert (row["bytes"], row["sized_count"], row["time_ns"]) == (8_000_000, 2, 400_000)
@@ -309,17 +267,14 @@ def test_all_reduces_of_dlrm_have_the_sizes_of_the_spans_around_them() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("said", "count", "dtype"),
-    [
-        ({"Input Dims": [[8, 4]], "Input type": ["float"]}, 32, "float"),
-        ({"Input Dims": [[8], [4]], "Input type": ["c10::Half", "c10::Half"]}, 12, "c10::Half"),
-        ({"Input Dims": [[8, 4]]}, 32, None),
-        ({"Input Dims": [[]]}, None, None),
-        ({"Input Dims": [["x"]], "Input type": []}, None, None),
-        ({}, None, None),
-    ],
-)
+@pytest.mark.parametrize(("said", "count", "dtype"), [
+    ({"Input Dims": [[8, 4]], "Input type": ["float"]}, 32, "float"),
+    ({"Input Dims": [[8], [4]], "Input type": ["c10::Half", "c10::Half"]}, 12, "c10::Half"),
+    ({"Input Dims": [[8, 4]]}, 32, None),
+    ({"Input Dims": [[]]}, None, None),
+    ({"Input Dims": [["x"]], "Input type": []}, None, None),
+    ({}, None, None),
+])  # fmt: skip
 @pytest.mark.parametrize("category", ["cpu_op", "user_annotation"])
 def test_sizes_are_read_from_the_span_around_the_launch(
     category: str, said: dict[str, Any], count: int | None, dtype: str | None, tmp_path: Path
@@ -343,7 +298,7 @@ def test_kinds_are_known_by_the_span_of_each_backend(backend: str, tmp_path: Pat
 
 def test_collectives_of_one_rank_without_sizes_have_no_bandwidth(tmp_path: Path) -> None:
     unsized = kernel(ALL_REDUCE, 100, 50)
-    (row,) = analysis(tmp_path, [[unsized]]).rank_collectives().rows(named=True)
+    (row,) = analysis_of(tmp_path, [[unsized]]).rank_collectives().rows(named=True)
     assert row["time_ns"] == 50_000
     assert row["bytes"] is None
     assert row["bus_bandwidth_bytes_per_s"] is None

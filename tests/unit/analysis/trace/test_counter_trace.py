@@ -111,10 +111,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_objects_in_lists_around_the_events_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     content = {
-        "before": [{"a": 1}],
-        "traceEvents": [event("op", "cpu_op", 0, 1, dims=[{"b": 2}], more=3)],
-        "deviceProperties": [{"id": 0}, {"id": 1, "name": "H100"}],
-        "nodes": [{"c": [{"d": 4}]}],
-    }
+        "before": [{"a": 1}], "traceEvents": [event("op", "cpu_op", 0, 1, dims=[{"b": 2}], more=3)],
+        "deviceProperties": [{"id": 0}, {"id": 1, "name": "H100"}], "nodes": [{"c": [{"d": 4}]}],
+    }  # fmt: skip
     path.write_text(json.dumps(content, indent=1))
     assert read_back(write_counter_trace(Trace(path))["path"].item()) == content

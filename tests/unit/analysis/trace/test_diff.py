@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import gzip
-import json
-from bisect import bisect_right
 from collections import Counter
 from fractions import Fraction
 from functools import cache
@@ -27,7 +24,7 @@ from haiprof.trace_analysis.kernel_names import (
     short_kernel_name,
 )
 from haiprof.trace_format.kineto.rank_trace import Trace
-from tests.sampling import examples, first_of
+from tests.sampling import examples
 from tests.unit.analysis.trace.shared import (
     Event,
     event,
@@ -73,31 +70,6 @@ def test_changes_of_kernels_are_those_of_hta() -> None:
     copies = found.filter(name="Memcpy DtoD (Device -> Device)").row(0, named=True)
     assert (copies["control_count"] * 6, copies["test_count"] * 6) == (18, 4608)
     assert copies["difference_ns"] * 6 == pytest.approx(89_890_000)
-
-
-@pytest.mark.parametrize("name", first_of([CONTROL, TEST], CONTROL))
-def test_kernels_per_step_agree_with_a_walk_over_the_json(name: str) -> None:
-    with gzip.open(trace_path(name), "rt") as file:
-        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
-    marks = sorted(
-        (e["ts"], e["ts"] + e["dur"], int(e["name"].split("#")[1]))
-        for e in events if e["name"].startswith("ProfilerStep#")
-    )  # fmt: skip
-    launched = {e["args"]["correlation"]: e["ts"] for e in events if e["cat"] == "cuda_runtime"}
-    expected: Counter[Any] = Counter()
-    for entry in events:
-        if entry["cat"] not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            continue
-        when = launched.get(entry["args"]["correlation"])
-        at = bisect_right(marks, (when,)) - 1 if when is not None else -1
-        if at >= 0 and when < marks[at][1]:
-            expected[marks[at][2], entry["name"], "count"] += 1
-            expected[marks[at][2], entry["name"], "ns"] += entry["dur"] * 1000
-    found = samples(name).filter(pl.col("of") == "kernel").filter(pl.col("count") > 0)
-    ours = {}
-    for number, text, count, total in found.select("step", "name", "count", "total_ns").rows():
-        ours[number, text, "count"], ours[number, text, "ns"] = count, total
-    assert ours == dict(expected)
 
 
 def test_real_shares_explain_the_whole_difference() -> None:
@@ -208,12 +180,8 @@ def test_diff_by_hand(tmp_path: Path) -> None:
         "a": "unchanged", "gone": "deleted", "new": "added", "(GPU idle)": None,
     }  # fmt: skip
     a = rows["a"]
-    assert (a["control_ns"], a["test_ns"], a["difference_ns"], a["ratio"]) == (
-        5000,
-        9000,
-        4000,
-        1.8,
-    )
+    assert (a["control_ns"], a["test_ns"]) == (5000, 9000)
+    assert (a["difference_ns"], a["ratio"]) == (4000, 1.8)
     assert a["explained_ratio"] == pytest.approx(4 / 21)
     assert (a["control_step_std_ns"], a["control_rank_std_ns"]) == (0, None)
     assert a["p_value"] == pytest.approx(2 / 70)

@@ -176,20 +176,17 @@ def test_experts_are_read_as_even_routing_would() -> None:
     assert found.rows == 16
 
 
-@pytest.mark.parametrize(
-    ("name", "dims", "types"),
-    [
-        ("aten::mm", [[2, 3], [4, 5]], ["float", "float"]),
-        ("aten::mm", [[2, -3], [3, 5]], ["float", "float"]),
-        ("aten::mm", [[2, 1 << 60], [1 << 60, 5]], ["float", "float"]),
-        ("aten::mm", "[[2, 3]", ["float"]),
-        ("aten::mm", [[[[]]], {"a": 1}], [1, None]),
-        ("aten::mm", [], []),
-        ("aten::convolution", [[1, 2, 3, 4], [1, 2, 3, 4]], ["float", "float"]),
-        ("aiter::_flash_attn_forward", [[2, 512, 16, 64]] * 3, ["c10::BFloat16"] * 3),  # causal?
-        ("my::operator", [[2, 3], [3, 5]], ["float", "float"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "dims", "types"), [
+    ("aten::mm", [[2, 3], [4, 5]], ["float", "float"]),
+    ("aten::mm", [[2, -3], [3, 5]], ["float", "float"]),
+    ("aten::mm", [[2, 1 << 60], [1 << 60, 5]], ["float", "float"]),
+    ("aten::mm", "[[2, 3]", ["float"]),
+    ("aten::mm", [[[[]]], {"a": 1}], [1, None]),
+    ("aten::mm", [], []),
+    ("aten::convolution", [[1, 2, 3, 4], [1, 2, 3, 4]], ["float", "float"]),
+    ("aiter::_flash_attn_forward", [[2, 512, 16, 64]] * 3, ["c10::BFloat16"] * 3),  # causal?
+    ("my::operator", [[2, 3], [3, 5]], ["float", "float"]),
+])  # fmt: skip
 def test_unknown_stays_unknown(name: str, dims: Any, types: Any) -> None:
     assert work(name, dims, types) is None
 
@@ -300,16 +297,13 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("expression", "number"),
-    [
-        ("2 * dim(0, 0) * dim(0, -1) * dim(1, 1)", 1024), ("count(0) / 2 + 1", 65),
-        ("bytes(0) // 3 % 7", 1), ("min(dims(0), 5) + max(1, value(2))", 5),
-        ("ceil(dim(0, 0) / 3) - -1", 4), ("1e3", 1000),
-        ("dim(0, 2)", None), ("dim(2, 0)", None), ("value(0)", None), ("1 / 0", None),
-        ("-1", None), ("1e30 * dim(0, 0)", None), ("dim(dim(0, 0), 0)", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("expression", "number"), [
+    ("2 * dim(0, 0) * dim(0, -1) * dim(1, 1)", 1024), ("count(0) / 2 + 1", 65),
+    ("bytes(0) // 3 % 7", 1), ("min(dims(0), 5) + max(1, value(2))", 5),
+    ("ceil(dim(0, 0) / 3) - -1", 4), ("1e3", 1000),
+    ("dim(0, 2)", None), ("dim(2, 0)", None), ("value(0)", None), ("1 / 0", None),
+    ("-1", None), ("1e30 * dim(0, 0)", None), ("dim(dim(0, 0), 0)", None),
+])  # fmt: skip
 def test_expression_over_shapes(tmp_path: Path, expression: str, number: int | None) -> None:
     path = write(tmp_path, f'["a::b"]\nflops = "{expression}"\nbytes = "bytes(1)"\n')
     found = read_formulas(path)
@@ -321,23 +315,20 @@ def test_expression_over_shapes(tmp_path: Path, expression: str, number: int | N
         assert (work.kind, work.bytes, work.precision) == ("gemm", 128, "bf16")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("x", "TOML|Expected|key"), ("", "no formula"), ("a = 1", "table with flops"),
-        ("[a]\nbytes = '1'", "table with flops"), ("[a]\nflops = [1]", "expected texts"),
-        ("[a]\nflops = '1'\nflop = '1'", "flop is not one of"),
-        ("[a]\nflops = '1'\nkind = 'x'", "kind x"),
-        ("[a]\nflops = '1'\nprecision = 'x'", "precision x"),
-        ("[a]\nflops = '__import__(\"os\").system(\"true\")'", "is not one of"),
-        ("[a]\nflops = 'dim.__class__'", "is not one of"),
-        ("[a]\nflops = '9**9**9'", "is not one of"), ("[a]\nflops = 'x'", "is not one of"),
-        ("[a]\nflops = '[1 for _ in (1,)]'", "is not one of"),
-        ("[a]\nflops = 'dim(0)'", "dim takes 2"), ("[a]\nflops = '1 +'", "no expression"),
-        ("[a]\nflops = 'True'", "is not one of"), (f"[a]\nflops = '{'(' * 300}'", "no expression"),
-        (f"[a]\nflops = '{'1+' * 300}1'", "longer than"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "said"), [
+    ("x", "TOML|Expected|key"), ("", "no formula"), ("a = 1", "table with flops"),
+    ("[a]\nbytes = '1'", "table with flops"), ("[a]\nflops = [1]", "expected texts"),
+    ("[a]\nflops = '1'\nflop = '1'", "flop is not one of"),
+    ("[a]\nflops = '1'\nkind = 'x'", "kind x"),
+    ("[a]\nflops = '1'\nprecision = 'x'", "precision x"),
+    ("[a]\nflops = '__import__(\"os\").system(\"true\")'", "is not one of"),
+    ("[a]\nflops = 'dim.__class__'", "is not one of"),
+    ("[a]\nflops = '9**9**9'", "is not one of"), ("[a]\nflops = 'x'", "is not one of"),
+    ("[a]\nflops = '[1 for _ in (1,)]'", "is not one of"),
+    ("[a]\nflops = 'dim(0)'", "dim takes 2"), ("[a]\nflops = '1 +'", "no expression"),
+    ("[a]\nflops = 'True'", "is not one of"), (f"[a]\nflops = '{'(' * 300}'", "no expression"),
+    (f"[a]\nflops = '{'1+' * 300}1'", "longer than"),
+])  # fmt: skip
 def test_what_is_no_formula_is_refused_with_its_file(tmp_path: Path, text: str, said: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(UsageError, match=f"(?s)formulas.toml.*({said})"):
@@ -379,19 +370,16 @@ def test_commands_count_by_them_and_not_twice(
     assert main(["verdict", str(trace), "--formulas", str(tmp_path / "no")]) != 0
 
 
-@pytest.mark.parametrize(
-    ("name", "dims", "values", "flops"),
-    [
-        ("aiter::mha_fwd", [[2, 8, 4, 16]] * 3 + [[]] * 4, ["", "", "", "0.0", "1", "False", ""],
-         2 * 2 * 2 * 4 * 8 * 8 * 16),
-        ("aiter::mha_bwd", [[2, 8, 4, 16]] * 4 + [[]] * 5, [""] * 8 + ["True"],
-         5 * 2 * 4 * 8 * 8 * 16),
-        ("vllm::gemm_with_dynamic_quant", [[4, 32], [8, 16]], ["", ""], 2 * 4 * 32 * 8),
-        ("tex_ts::te_gemm_ts", [[6, 5]] + [[]] * 4 + [[7, 5]] + [[]] * 4 + [[7, 6]],
-         ["", "", "", "", "1", "", "", "", "", "0", ""], 2 * 6 * 5 * 7),
-        ("trtllm::cublas_scaled_mm", [[4, 32], [32, 8]], ["", ""], 2 * 4 * 32 * 8),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "dims", "values", "flops"), [
+    ("aiter::mha_fwd", [[2, 8, 4, 16]] * 3 + [[]] * 4, ["", "", "", "0.0", "1", "False", ""],
+     2 * 2 * 2 * 4 * 8 * 8 * 16),
+    ("aiter::mha_bwd", [[2, 8, 4, 16]] * 4 + [[]] * 5, [""] * 8 + ["True"],
+     5 * 2 * 4 * 8 * 8 * 16),
+    ("vllm::gemm_with_dynamic_quant", [[4, 32], [8, 16]], ["", ""], 2 * 4 * 32 * 8),
+    ("tex_ts::te_gemm_ts", [[6, 5]] + [[]] * 4 + [[7, 5]] + [[]] * 4 + [[7, 6]],
+     ["", "", "", "", "1", "", "", "", "", "0", ""], 2 * 6 * 5 * 7),
+    ("trtllm::cublas_scaled_mm", [[4, 32], [32, 8]], ["", ""], 2 * 4 * 32 * 8),
+])  # fmt: skip
 def test_operators_of_other_libraries_have_their_flops(
     name: str, dims: list[list[int]], values: list[str], flops: int
 ) -> None:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from enum import Flag, auto
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ WITHOUT_D16 = [name for name in REAL_TRACES if name not in GRAPHS]
 LAUNCHES_OF_CUDA = [name for name in REAL_TRACES if "diff" not in name and "mi300" not in name]
 
 
+@cache
 def as_hta(name: str) -> HtaMethods:
     """HTA's methods over the events that HTA keeps (D20)."""
     pool = Serial()
@@ -189,21 +191,14 @@ def folder(tmp_path: Path) -> Path:
     """Two ranks; rank 1 enters the second all-reduce 30 us late."""
     for rank in (0, 1):
         late = 30 * rank
-        rank_file(
-            tmp_path,
-            rank,
-            [
-                step(4, 0, 200),
-                event("aten::mm", "cpu_op", 0, 20),
-                launch(1, 5),
-                launch(2, 30),
-                launch(3, 60 + late),
-                kernel("gemm", 10, 20, correlation=1),
-                kernel("ncclDevKernel_AllReduce", 40, 10, stream=9, correlation=2),
-                kernel("ncclDevKernel_AllReduce", 100 + late, 60 - late, stream=9, correlation=3),
-                event("forward", "gpu_user_annotation", 5, 50, pid=0, tid=7),
-            ],
-        )
+        rank_file(tmp_path, rank, [
+            step(4, 0, 200), event("aten::mm", "cpu_op", 0, 20),
+            launch(1, 5), launch(2, 30), launch(3, 60 + late),
+            kernel("gemm", 10, 20, correlation=1),
+            kernel("ncclDevKernel_AllReduce", 40, 10, stream=9, correlation=2),
+            kernel("ncclDevKernel_AllReduce", 100 + late, 60 - late, stream=9, correlation=3),
+            event("forward", "gpu_user_annotation", 5, 50, pid=0, tid=7),
+        ])  # fmt: skip
     return tmp_path
 
 
@@ -243,16 +238,13 @@ def test_arguments_of_htas_constructor_name_the_traces(folder: Path, tmp_path: P
     assert list(TraceAnalysis({5: first}).kernel_breakdown()["rank"].unique()) == [5]
 
 
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
-        ({}, "no traces given"),
-        ({"path": "a", "trace_dir": "b"}, "both path and HTA's arguments"),
-        ({"trace_files": {}}, "expected files"),
-        ({"trace_files": "rank0.json"}, "expected files"),
-        ({"trace_dir": "b", "include_last_profiler_step": False}, "no step is left out"),
-    ],
-)
+@pytest.mark.parametrize(("way", "message"), [
+    ({}, "no traces given"),
+    ({"path": "a", "trace_dir": "b"}, "both path and HTA's arguments"),
+    ({"trace_files": {}}, "expected files"),
+    ({"trace_files": "rank0.json"}, "expected files"),
+    ({"trace_dir": "b", "include_last_profiler_step": False}, "no step is left out"),
+])  # fmt: skip
 def test_arguments_that_name_no_traces_are_told(way: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TraceAnalysis(**way)
@@ -263,11 +255,8 @@ def test_methods_without_a_table_of_hta(folder: Path) -> None:
     assert methods.get_potential_stragglers(num_candidates=1) == [1]
     assert methods.get_potential_stragglers(profiler_steps=[99]) == []
     assert methods.get_queue_length_time_series([0])[0].columns == [
-        "ts",
-        "stream",
-        "queue_length",
-        "device",
-    ]
+        "ts", "stream", "queue_length", "device",
+    ]  # fmt: skip
     assert methods.get_memory_bw_time_series() == {}
     delays = methods.get_aten_op_kernels_and_delay()[0]
     assert delays.row(0) == ("aten::mm", "gemm", 1, 5.0, 5.0)

@@ -76,12 +76,16 @@ def test_what_one_rank_lacks_is_kept_as_well(tmp_path: Path) -> None:
     assert_same(asked(tmp_path)[0], first)
 
 
-def test_a_changed_trace_is_opened_again_and_the_others_are_not(tmp_path: Path) -> None:
+def test_a_changed_trace_is_opened_again_and_all_by_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked(job(tmp_path))
     job(tmp_path, gemm_us=70, ranks=1)
     found, count = asked(tmp_path)
     assert count == 1
     assert found.tables["temporal"]["compute_ns"].to_list() == [90_000, 40_000]
+    monkeypatch.setattr(report_cache, "code_version", lambda: "another")
+    assert asked(tmp_path)[1] == 2
 
 
 def test_a_trace_that_changes_during_the_visit_is_not_kept(
@@ -109,12 +113,6 @@ def test_other_steps_are_another_question(tmp_path: Path) -> None:
     assert found.tables["temporal"]["compute_ns"].to_list() == [20_000] * 2
     assert asked(tmp_path, steps=(2, 3))[1] == 0
     assert_same(asked(tmp_path)[0], whole)
-
-
-def test_other_code_asks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked(job(tmp_path))
-    monkeypatch.setattr(report_cache, "code_version", lambda: "another")
-    assert asked(tmp_path)[1] == 2
 
 
 def test_every_source_of_the_questions_is_in_the_version(

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +103,9 @@ def test_lost_free_ends_a_block_when_its_address_is_used_again(tmp_path: Path) -
     assert memory_allocations(trace)["freed_ns"].null_count() == 3
     assert memory_at_peak(trace)["size_bytes"].sum() == 25
     assert memory_by_operator(trace)["kept_bytes"].to_list() == [25]
+    with pytest.raises(MissingDataError, match="no memory event") as error:
+        memory_timeline(trace_of(tmp_path, [kernel("k", 0, 1)]))
+    assert "profile_memory" in error.value.hint
 
 
 def test_old_events_hold_changes_alone(tmp_path: Path) -> None:
@@ -121,42 +122,6 @@ def test_old_events_hold_changes_alone(tmp_path: Path) -> None:
     for question in (memory_allocations, memory_at_peak):
         with pytest.raises(MissingDataError, match="no addresses"):
             question(trace)
-
-
-def test_trace_without_memory_events_says_what_to_switch_on(tmp_path: Path) -> None:
-    with pytest.raises(MissingDataError, match="no memory event") as error:
-        memory_timeline(trace_of(tmp_path, [kernel("k", 0, 1)]))
-    assert "profile_memory" in error.value.hint
-
-
-def walked(name: str) -> tuple[Counter[Any], Counter[Any]]:
-    """Allocated and freed bytes by device and innermost operator, by looking at every operator."""
-    operators, changes = defaultdict(list), []
-    for entry in raw_events(trace_path(name)):
-        start = round(Decimal(entry.get("ts", 0)) * 1000)
-        if entry.get("cat") in ("cpu_op", "Operator") and "ProfilerStep" not in entry["name"]:
-            end = start + round(Decimal(entry["dur"]) * 1000)
-            operators[entry["pid"], entry["tid"]].append((start, end, entry["name"]))
-        elif entry.get("name") == "[memory]":
-            changes.append((start, entry))
-    allocated, freed = Counter[Any](), Counter[Any]()
-    for time, entry in changes:
-        around = [op for op in operators[entry["pid"], entry["tid"]] if op[0] <= time < op[1]]
-        name_ = min(around, key=lambda op: (op[1] - op[0], -op[0]))[2] if around else None
-        size = int(entry["args"]["Bytes"])
-        kind = {0: "cpu", 1: "cuda"}[int(entry["args"]["Device Type"])]
-        (allocated if size > 0 else freed)[kind, name_] += abs(size)
-    return allocated, freed
-
-
-def test_real_operators_agree_with_a_walk_over_the_json() -> None:
-    name = "tl_h100_qwen05_mem_stack"
-    allocated, freed = walked(name)
-    found = memory_by_operator(Trace(trace_path(name)))
-    for column, expected in (("allocated_bytes", allocated), ("freed_bytes", freed)):
-        ours = {tuple(key): size for *key, size in
-                found.select("device_type", "operator", column).iter_rows() if size}  # fmt: skip
-        assert ours == dict(expected)
 
 
 def test_real_peak_agrees_with_a_walk_over_the_json() -> None:
@@ -186,9 +151,6 @@ def test_real_totals_follow_from_the_changes() -> None:
     for _, device in found.group_by("device_type"):
         before = device["allocated_bytes"] - device["change_bytes"]
         assert (before[1:] == device["allocated_bytes"][:-1]).all()
-
-
-def test_old_real_trace_adds_up() -> None:
     trace = Trace(trace_path("tb_resnet50_nw0_v100"))
     found = memory_timeline(trace)
     sums = found.group_by("device_type").agg(pl.col("change_bytes").sum())
@@ -198,11 +160,8 @@ def test_old_real_trace_adds_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[]", b"[[1,2,3]]", b"[[1,2,3,9]]", b'[["a",1,2,3]]', b"[[-1,1,2,3]]",
-                b"[" * 100_000, b"\x1f\x8bbroken",
-                b"[[1],[[0,1]]]", b"[[1,2],[[0,1,1,1,1,1,1,1,1]]]",
-                b'[["a"],[[0,1,1,1,1,1,1,1,1]]]']
-)  # fmt: skip
+    "content", [b"", b"{}", b"[[1,2,3,9]]", b"\x1f\x8bbroken", b"[[1],[[0,1]]]"]
+)
 def test_category_file_of_another_kind_is_an_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.raw.json.gz"
     path.write_bytes(content)

@@ -137,11 +137,11 @@ def test_a_trace_without_modules_says_what_to_record(
     rank_file(tmp_path, 0, [event("aten::mm", "cpu_op", 0, 20)])
     assert main(["modules", str(tmp_path)]) == 5
     assert "with_modules=True" in capsys.readouterr().err
+    assert main(["modules", str(traces("hta_diff_test_v100_r1of2"))]) == 0
+    assert "5046 kernels, is of CUDA graphs" in " ".join(capsys.readouterr().out.split())
 
 
-def test_memory_at_the_peak_by_module_adds_up_to_the_peak(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_memory_at_peak_by_module_adds_up_to_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
     folder = traces("tl_h100_qwen05_mem_stack")
     found = TraceAnalysis(folder).memory_at_peak_by_module()
     gpu = found.filter(pl.col("device_type") == "cuda")
@@ -163,9 +163,3 @@ def test_kernels_of_a_cuda_graph_count_for_the_part_that_launched_it(tmp_path: P
     (row,) = TraceAnalysis(tmp_path).module_times().rows(named=True)
     assert (row["path"], row["device_self_ns"]) == ("Model_0", 18_000)
     assert (row["graph_kernel_count"], row["graph_device_self_ns"]) == (2, 13_000)
-
-
-def test_command_says_what_is_of_cuda_graphs(capsys: pytest.CaptureFixture[str]) -> None:
-    """A public trace in which 12 launches of graphs run 5046 of 15632 kernels."""
-    assert main(["modules", str(traces("hta_diff_test_v100_r1of2"))]) == 0
-    assert "5046 kernels, is of CUDA graphs" in " ".join(capsys.readouterr().out.split())

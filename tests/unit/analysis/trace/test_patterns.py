@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections import defaultdict
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from haiprof.base.intervals import difference, intersection, total, union
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
-from haiprof.trace_analysis.device_time import union_of
 from haiprof.trace_analysis.function_patterns import (
     KEPT_RATIO,
     RankFunctions,
     function_counters,
-    function_times,
     worker_pattern,
 )
 from haiprof.trace_analysis.kernel_names import (
@@ -43,6 +34,7 @@ from tests.unit.analysis.trace.shared import (
     kernel,
     launch,
     rank_file,
+    raw_events,
     step,
     trace_of,
     traces,
@@ -59,10 +51,7 @@ _HOST = {"cpu_op", "Operator", "python_function"}
 
 def read_by_hand(path: Path) -> list[dict[str, Any]]:
     """Complete events with exact ns, by the standard library alone."""
-    data = path.read_bytes()
-    text = gzip.decompress(data) if path.suffix == ".gz" else data
-    content = json.loads(text.decode("utf-8", "replace"), parse_float=Decimal)
-    found = [e for e in content["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+    found = [e for e in raw_events(path) if e.get("ph") == "X" and "dur" in e]
     for each in found:
         each["start"] = int(each["ts"] * 1000)
         each["end"] = int((each["ts"] + each["dur"]) * 1000)
@@ -179,36 +168,6 @@ def test_real_traces_give_what_a_sweep_from_event_to_event_gives(name: str) -> N
         assert not lost, (path.name, lost[:3])
 
 
-_spans = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(0, 30)), max_size=12)
-
-
-@given(st.lists(_spans, min_size=3, max_size=3))
-def test_function_times_equal_a_count_of_each_nanosecond(kinds: list[Any]) -> None:
-    free = union(np.array([5]), np.array([80]))
-    seen = np.zeros(200, dtype=bool)
-    for calls in kinds:
-        table = np.array(calls, dtype=np.int64).reshape(-1, 3)
-        code, start, length = table.T
-        starts, ends = np.maximum(start, 5), np.minimum(start + length, 80)
-        real = ends > starts
-        spans = list(zip(code[real], starts[real], ends[real], strict=True))
-        cut = pl.DataFrame({"code": code, "ts_ns": starts, "dur_ns": ends - starts})
-        cut = cut.filter(pl.col("dur_ns") > 0)
-        whole, own = function_times(cut, free, 4)
-        for function in range(4):
-            runs = np.zeros(200, dtype=bool)
-            for at, begin, end in spans:
-                runs[begin:end] |= at == function
-            assert whole[function] == runs.sum()
-            assert own[function] == (runs & ~seen).sum()
-        active = np.zeros(200, dtype=bool)
-        for _, begin, end in spans:
-            active[begin:end] = True
-        assert total(intersection(union_of(cut), free)) == (active & ~seen).sum()
-        seen |= active
-        free = difference(free, union_of(cut))
-
-
 def pattern(folder: Path, events: list[Any], **metadata: Any) -> RankFunctions:
     return worker_pattern(trace_of(folder, events, **metadata))
 
@@ -295,42 +254,32 @@ def test_calls_shorter_than_the_traces_resolution_are_counted(tmp_path: Path) ->
     assert row["median_ns"] == US / 2
 
 
-@pytest.mark.parametrize(
-    ("name", "matrix", "tensor"),
-    [
-        ("volta_sgemm_128x32_nt", True, False),
-        ("ampere_fp16_s16816gemm_fp16_128x128_ldg8_f2f_stages_32x5_nt", True, True),
-        (
-            "sm80_xmma_gemm_f16f16_f16f32_f32_nn_n_tilesize160x128x32_tensor16x8x16_kernel",
-            True,
-            True,
-        ),
-        ("sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize32x32x8_ffma_aligna4", True, False),
-        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>", True, False),
-        ("void gemmSN_TN_kernel<float, cublasGemmSmallNParams<float>>", True, None),
-        ("nvjet_tst_192x8_64x8_4x1_v_bz_TNT", True, True),
-        ("bmm_Bfloat16_MxE2m1Bfloat16_Fp32_t128x32x256u2_s4_et64x32_m64x32x16", True, None),
-        ("pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", True, None),
-        ("void at::native::vectorized_elementwise_kernel<4, sqrt>", False, None),
-        ("void moe::topkGatingSoftmax<float, 8>", False, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "matrix", "tensor"), [
+    ("volta_sgemm_128x32_nt", True, False),
+    ("ampere_fp16_s16816gemm_fp16_128x128_ldg8_f2f_stages_32x5_nt", True, True),
+    ("sm80_xmma_gemm_f16f16_f16f32_f32_nn_n_tilesize160x128x32_tensor16x8x16_kern", True, True),
+    ("sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize32x32x8_ffma_aligna4", True, False),
+    ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>", True, False),
+    ("void gemmSN_TN_kernel<float, cublasGemmSmallNParams<float>>", True, None),
+    ("nvjet_tst_192x8_64x8_4x1_v_bz_TNT", True, True),
+    ("bmm_Bfloat16_MxE2m1Bfloat16_Fp32_t128x32x256u2_s4_et64x32_m64x32x16", True, None),
+    ("pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", True, None),
+    ("void at::native::vectorized_elementwise_kernel<4, sqrt>", False, None),
+    ("void moe::topkGatingSoftmax<float, 8>", False, None),
+])  # fmt: skip
 def test_kernels_on_and_off_tensor_cores(name: str, *, matrix: bool, tensor: bool | None) -> None:
     assert is_matrix_work(name) is matrix
     assert uses_tensor_cores(name) is tensor
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "expected"),
-    [
-        ("all_reduce", "ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevComm*)", "ring all_reduce"),
-        ("all_reduce", "ncclDevKernel_AllReduce_Sum_bf16_TREE_LL128", "tree all_reduce"),
-        ("all_gather", "ncclDevKernel_AllGather_NVLS", "NVLS all_gather"),
-        ("send_receive", "ncclDevKernel_SendRecv(ncclDevComm*)", "send/recv"),
-        ("all_to_all", "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", "send/recv all_to_all"),
-        ("all_reduce", "rcclGenericKernel", "all_reduce"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "expected"), [
+    ("all_reduce", "ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevComm*)", "ring all_reduce"),
+    ("all_reduce", "ncclDevKernel_AllReduce_Sum_bf16_TREE_LL128", "tree all_reduce"),
+    ("all_gather", "ncclDevKernel_AllGather_NVLS", "NVLS all_gather"),
+    ("send_receive", "ncclDevKernel_SendRecv(ncclDevComm*)", "send/recv"),
+    ("all_to_all", "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", "send/recv all_to_all"),
+    ("all_reduce", "rcclGenericKernel", "all_reduce"),
+])  # fmt: skip
 def test_types_of_transfer(kind: str, name: str, expected: str) -> None:
     assert transfer_type(kind, name) == expected
 

@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import re
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -23,7 +19,6 @@ from tests.unit.analysis.trace.shared import (
     event,
     kernel,
     rank_file,
-    raw_events,
     step,
     trace_of,
     trace_path,
@@ -146,54 +141,6 @@ def test_recorded_callers_agree_with_every_ns_on_its_own(
     check_against_cells(laid_out(roots), gpu, with_ids=True)
 
 
-@pytest.mark.parametrize("name", ["tl_h100_qwen05_mem_stack", "tl_mi300_ddp_resnet18"])
-def test_real_stacks_agree_with_a_walk_over_the_json(name: str) -> None:
-    calls, gpu = {}, []
-    for entry in raw_events(trace_path(name)):
-        category = entry.get("cat")
-        if category not in ("python_function", "kernel", "gpu_memcpy", "gpu_memset"):
-            continue
-        start, end = int(entry["ts"] * 1000), int((entry["ts"] + entry["dur"]) * 1000)
-        if category == "python_function":
-            calls[entry["args"]["Python id"]] = (entry, start, end)
-        else:
-            gpu.append((start, end))
-    idle = idle_before(gpu)
-    first_end = min(end for _, _, end in calls.values())
-    for entry, start, end in calls.values():
-        if start < first_end < end:
-            entry["name"] = re.sub(r"\(\d+\): ", "(?): ", entry["name"])
-    own, own_idle = Counter[str](), Counter[str]()
-    for entry, start, end in calls.values():
-        caller = calls.get(entry["args"]["Python parent id"])
-        for called, sign in ((entry, 1), (caller and caller[0], -1)):
-            if called:
-                key = re.sub(" at 0x[0-9a-f]+", "", called["name"])
-                own[key] += sign * (end - start)
-                own_idle[key] += sign * (idle(end) - idle(start))
-    found = python_functions(Trace(trace_path(name))).group_by("name").sum()
-    assert dict(found.select("name", "self_ns").iter_rows()) == dict(own)
-    assert dict(found.select("name", "self_non_overlapped_ns").iter_rows()) == dict(own_idle)
-
-
-def idle_before(gpu: list[tuple[int, int]]) -> Callable[[int], int]:
-    """How many ns without GPU work lie before a time, from the first event on."""
-    merged: list[list[int]] = []
-    for start, end in sorted(gpu):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    busy = [0, *accumulate(end - start for start, end in merged)]
-
-    def before(time: int) -> int:
-        at = bisect_right(merged, [time])
-        inside = max(0, merged[at - 1][1] - time) if at else 0
-        return time - (busy[at] - inside)
-
-    return before
-
-
 def test_real_stacks_share_out_all_time_of_the_roots() -> None:
     trace = Trace(trace_path("tl_b200_r0of8_nccl"))
     found = python_stacks(trace)
@@ -256,9 +203,6 @@ def test_contradicting_ids_fall_back_to_times(tmp_path: Path) -> None:
 def test_without_gpu_events_the_shares_are_unknown(tmp_path: Path) -> None:
     found = python_stacks(trace_of(tmp_path, hand_made()[:2]))
     assert found["non_overlapped_ratio"].null_count() == len(found)
-
-
-def test_trace_without_stacks_says_what_to_switch_on(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match="no Python functions") as error:
         python_stacks(trace_of(tmp_path, [kernel("k", 0, 1)]))
     assert "with_stack" in error.value.hint

@@ -17,7 +17,6 @@ from haiprof.trace_analysis.report import SECTIONS, TraceReport, standard_report
 from haiprof.trace_format.kineto.events import TABLES
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
-    Counting,
     event,
     kernel,
     launch,
@@ -27,17 +26,12 @@ from tests.unit.analysis.trace.shared import (
 )
 
 METHODS = {
-    "files": "load_report",
-    "temporal": "temporal_breakdown",
-    "overlap": "overlap",
-    "kernel_types": "kernel_type_breakdown",
-    "idle": "idle_time_breakdown",
-    "launches": "launch_summary",
-    "memory_bandwidth": "memory_bandwidth_summary",
-    "process_groups": "process_groups",
-    "stragglers": "stragglers",
+    "files": "load_report", "temporal": "temporal_breakdown", "overlap": "overlap",
+    "kernel_types": "kernel_type_breakdown", "idle": "idle_time_breakdown",
+    "launches": "launch_summary", "memory_bandwidth": "memory_bandwidth_summary",
+    "process_groups": "process_groups", "stragglers": "stragglers",
     "clock_offsets": "clock_offsets",
-}
+}  # fmt: skip
 
 
 def two_ranks(folder: Path, *, launches_of: Sequence[int] = (0, 1)) -> Path:
@@ -46,14 +40,6 @@ def two_ranks(folder: Path, *, launches_of: Sequence[int] = (0, 1)) -> Path:
         work = [kernel("gemm", 10, 20, correlation=5), kernel("gemm", 110, 20, correlation=6)]
         rank_file(folder, rank, [step(1, 0, 100), step(2, 100, 100), *calls, *work])
     return folder
-
-
-@pytest.mark.proof
-def test_each_trace_is_visited_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that no answers are kept yet
-    pool = Counting()
-    standard_report(traces("dlrm_v100_8ranks"), pool=pool)
-    assert len(pool.asked) == len(set(pool.asked)) == 8
 
 
 @pytest.mark.parametrize("name", FEW_TRACES)
@@ -88,9 +74,6 @@ def test_one_rank_keeps_its_number(tmp_path: Path) -> None:
     assert report.ranks == (1,)
     assert report.tables["temporal"]["rank"].to_list() == [1]
     assert "several" in report.missing["stragglers"]
-
-
-def test_a_silent_rank_keeps_the_number_that_it_was_given(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text(json.dumps([event("aten::add", "cpu_op", 0, 5)]))
     assert standard_report(tmp_path, rank=1).ranks == (1,)
@@ -116,12 +99,9 @@ def test_a_trace_without_gpu_events_says_so(tmp_path: Path) -> None:
     assert "rank0.json: no GPU event in it" in report.notes[0]
 
 
-def test_steps_that_are_not_there_are_an_error(tmp_path: Path) -> None:
+def test_steps_and_ranks_that_are_not_there_are_errors(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match="it has 1 to 2"):
         standard_report(two_ranks(tmp_path), steps=(7, 8))
-
-
-def test_a_rank_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match="no trace of rank 5"):
         standard_report(two_ranks(tmp_path), rank=5)
 
@@ -187,13 +167,9 @@ PARTS = (*TABLES, "redundant", "not_used", "bad_time", "lost")
 
 def test_load_report_counts_every_event(tmp_path: Path) -> None:
     events = [
-        step(4, 0, 50),
-        step(5, 50, 50),
-        kernel("gemm", 1, 2),
-        kernel("gemm", 3, -2),
-        event("->", "ac2g", 1, 1),
-        event("mark", "Trace", 1, 1),
-    ]
+        step(4, 0, 50), step(5, 50, 50), kernel("gemm", 1, 2), kernel("gemm", 3, -2),
+        event("->", "ac2g", 1, 1), event("mark", "Trace", 1, 1),
+    ]  # fmt: skip
     rank_file(tmp_path, 3, events, world_size=8)
     analysis = TraceAnalysis(tmp_path)
     row = analysis.load_report().row(0, named=True)

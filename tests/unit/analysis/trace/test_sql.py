@@ -20,17 +20,11 @@ SECRET = "the content of a file"
 def tables(tmp_path: Path) -> Tables:
     """Two ranks; rank 1 computes for 20 us instead of 10."""
     for rank in (0, 1):
-        rank_file(
-            tmp_path,
-            rank,
-            [
-                step(3, 0, 100),
-                launch(7, 5, 2),
-                kernel("gemm", 10, 10 * (rank + 1), correlation=7),
-                kernel("ncclDevKernel_AllReduce", 40, 5, stream=20),
-                event("read_csv", "python_function", 1, 2),
-            ],
-        )
+        rank_file(tmp_path, rank, [
+            step(3, 0, 100), launch(7, 5, 2), event("read_csv", "python_function", 1, 2),
+            kernel("gemm", 10, 10 * (rank + 1), correlation=7),
+            kernel("ncclDevKernel_AllReduce", 40, 5, stream=20),
+        ])  # fmt: skip
     return sql_tables(tmp_path)
 
 
@@ -56,15 +50,12 @@ def test_ask_joins_a_kernel_and_its_call(tables: Tables) -> None:
 
 
 def test_ask_knows_steps_expressions_and_names_of_functions(tables: Tables) -> None:
-    assert rows(tables, "with s as (select * from profiler_steps) select max(dur_ns) n from s") == [
-        {"n": 100_000}
-    ]
-    assert rows(
-        tables, "-- why\nselect count(*) as n from python where name like '%read_csv%'"
-    ) == [{"n": 2}]
-    assert rows(tables, "select count(*) from python where name like '%read_csv%'") == [
-        {"count": 2}
-    ]
+    for sql, row in (
+        ("with s as (select * from profiler_steps) select max(dur_ns) n from s", {"n": 100_000}),
+        ("-- why\nselect count(*) as n from python where name like '%read_csv%'", {"n": 2}),
+        ("select count(*) from python where name like '%read_csv%'", {"count": 2}),
+    ):
+        assert rows(tables, sql) == [row]
     assert {"name": "gpu"} in rows(tables, "show tables")
 
 
@@ -81,22 +72,19 @@ def test_tables_that_the_question_does_not_name_are_not_read(tables: Tables) -> 
     assert rows({**tables, "gpu": closed}, "select count(*) as n from runtime") == [{"n": 2}]
 
 
-@pytest.mark.parametrize(
-    ("sql", "message", "hint"),
-    [
-        ("select nope from gpu", "no column 'nope'", "gpu: rank, event, name"),
-        ("select gpu.nope from gpu", "no column 'nope'", "gpu: rank, event, name"),
-        ("select * from nope", "no table 'nope'", "gpu, runtime, ops"),
-        ("select (dur_ns from gpu", "SQL: ", "--schema"),
-        ("select dur_ns + name from gpu", "SQL: ", "--schema"),
-        ("select frobnicate(dur_ns) from gpu", "frobnicate", "--schema"),
-        ("select 1; select 2", "one", "--schema"),
-        ("delete from gpu", "begins with 'delete'", "select"),
-        ("drop table gpu", "begins with 'drop'", "select"),
-        ("create table t as select * from gpu", "begins with 'create'", "select"),
-        ("", "begins with ''", "select"),
-    ],
-)
+@pytest.mark.parametrize(("sql", "message", "hint"), [
+    ("select nope from gpu", "no column 'nope'", "gpu: rank, event, name"),
+    ("select gpu.nope from gpu", "no column 'nope'", "gpu: rank, event, name"),
+    ("select * from nope", "no table 'nope'", "gpu, runtime, ops"),
+    ("select (dur_ns from gpu", "SQL: ", "--schema"),
+    ("select dur_ns + name from gpu", "SQL: ", "--schema"),
+    ("select frobnicate(dur_ns) from gpu", "frobnicate", "--schema"),
+    ("select 1; select 2", "one", "--schema"),
+    ("delete from gpu", "begins with 'delete'", "select"),
+    ("drop table gpu", "begins with 'drop'", "select"),
+    ("create table t as select * from gpu", "begins with 'create'", "select"),
+    ("", "begins with ''", "select"),
+])  # fmt: skip
 def test_error_says_what_is_wrong_and_what_there_is(
     tables: Tables, sql: str, message: str, hint: str
 ) -> None:
@@ -106,28 +94,25 @@ def test_error_says_what_is_wrong_and_what_there_is(
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "select * from read_csv('{}')",
-        "select * from READ_CSV ('{}')",
-        "select * from \"read_csv\"('{}')",
-        "select * from `read_csv`('{}')",
-        "select * from read_csv /* (*/ ('{}')",
-        "select * from read_csv /* /* */ */ ('{}')",
-        "select * from read_csv -- x\n('{}')",
-        "select * from (read_csv('{}'))",
-        "select * from gpu, read_csv('{}')",
-        "select name from gpu where name in (select * from read_csv('{}'))",
-        "with x as (select * from read_ndjson('{}')) select * from x",
-        "select * from read_parquet('{}')",
-        "select * from read_ipc('{}')",
-        "select * from read_json('{}')",
-        "select * from '{}'",
-        'select * from "{}"',
-        "copy gpu to '{}'",
-    ],
-)
+@pytest.mark.parametrize("sql", [
+    "select * from read_csv('{}')",
+    "select * from READ_CSV ('{}')",
+    "select * from \"read_csv\"('{}')",
+    "select * from `read_csv`('{}')",
+    "select * from read_csv /* (*/ ('{}')",
+    "select * from read_csv /* /* */ */ ('{}')",
+    "select * from read_csv -- x\n('{}')",
+    "select * from (read_csv('{}'))",
+    "select * from gpu, read_csv('{}')",
+    "select name from gpu where name in (select * from read_csv('{}'))",
+    "with x as (select * from read_ndjson('{}')) select * from x",
+    "select * from read_parquet('{}')",
+    "select * from read_ipc('{}')",
+    "select * from read_json('{}')",
+    "select * from '{}'",
+    'select * from "{}"',
+    "copy gpu to '{}'",
+])  # fmt: skip
 def test_files_are_out_of_reach(tables: Tables, tmp_path: Path, sql: str) -> None:
     file = tmp_path / "secret.csv"
     file.write_text(SECRET)
@@ -167,11 +152,6 @@ def test_run_has_its_own_tables(tmp_path: Path) -> None:
     ]
     for table in run_tables(Analyzer(tmp_path)):
         assert dict(table.frame().collect_schema()) == table.dtypes
-
-
-def test_run_with_traces_has_both(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "job")
-    write_rank(run, spans_of("D F B O " * 5, span_ns=1_000_000, gap_ns=0))
     (run.root / "traces").mkdir()
     rank_file(run.root / "traces", 0, [kernel("gemm", 0, 1)])
     assert {"steps", "gpu"} <= set(sql_tables(run.root))
@@ -191,16 +171,13 @@ def test_real_traces_agree_with_the_frames() -> None:
     assert found["ns"].to_list() == [trace.gpu["dur_ns"].sum() for trace in own.values()]
 
 
-@pytest.mark.parametrize(
-    ("sql", "expected"),
-    [
-        ("select gpu, avg(value) from counters group by gpu", False),
-        ("select count(*) from counters where source = 'from gpu'", False),
-        ("select * from gpu", True),
-        ("select * from counters c join gpu on c.rank = gpu.rank", True),
-        ("with a as (select * from counters, gpu) select * from a", True),
-    ],
-)
+@pytest.mark.parametrize(("sql", "expected"), [
+    ("select gpu, avg(value) from counters group by gpu", False),
+    ("select count(*) from counters where source = 'from gpu'", False),
+    ("select * from gpu", True),
+    ("select * from counters c join gpu on c.rank = gpu.rank", True),
+    ("with a as (select * from counters, gpu) select * from a", True),
+])  # fmt: skip
 def test_a_question_is_of_traces_by_its_tables_and_not_by_its_columns(
     sql: str, expected: bool
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from polars.testing import assert_frame_equal
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError
@@ -38,31 +37,6 @@ def ranks(tmp_path: Path) -> Path:
         events += [kernel("gemm", 10, 20 * (rank + 1), correlation=5)]
         rank_file(folder, rank, [*events, kernel("gemm", 110, 30, correlation=6)])
     return folder
-
-
-@pytest.mark.proof
-def test_report_of_real_traces_needs_their_summaries_alone(tmp_path: Path) -> None:
-    folder = traces("dlrm_v100_8ranks")
-    here, there = tmp_path / "node", tmp_path / "all"
-    here.mkdir()
-    for half in (range(4), range(4, 8)):  # two nodes, each with its own ranks
-        for rank in half:
-            (trace,) = folder.glob(f"worker{rank}_*")
-            shutil.copy(trace, here)
-        reduce_traces(here, there)
-        for trace in here.glob("worker*"):
-            trace.unlink()
-    direct, reduced = standard_report(folder), standard_report(there)
-    assert (reduced.ranks, reduced.missing, reduced.notes) == (
-        direct.ranks, direct.missing, direct.notes,
-    )  # fmt: skip
-    assert list(reduced.tables) == list(direct.tables)
-    for name, table in direct.tables.items():
-        assert_frame_equal(reduced.tables[name], table, check_exact=True)
-    sizes = sum(path.stat().st_size for path in there.iterdir())
-    assert sizes < sum(path.stat().st_size for path in folder.iterdir())
-    (one,) = standard_report(there, rank=3).ranks
-    assert one == 3
 
 
 def test_summary_is_of_the_steps_that_it_was_made_of(ranks: Path, tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def test_command_is_content_with_a_sound_trace(
 ) -> None:
     assert main(["trace-check", str(made.one(made.sound)(tmp_path))]) == 0
     assert "no recording errors" in capsys.readouterr().out
+    assert main(["query", str(made.one(made.sound)(tmp_path)), QUERY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["faults"] == []
 
 
 def test_answers_say_what_they_rest_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,13 +126,6 @@ def test_a_line_on_faults_stands_above_every_answer(
     found = capsys.readouterr()
     assert json.loads(found.out)["faults"][0].startswith(FAULT)
     assert "warning" not in found.err
-
-
-def test_query_of_a_sound_trace_has_no_fault(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["query", str(made.one(made.sound)(tmp_path)), QUERY, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["faults"] == []
 
 
 @pytest.mark.proof

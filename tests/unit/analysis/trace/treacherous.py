@@ -204,12 +204,9 @@ def clocks_apart(folder: Path) -> Path:
         for number, each in enumerate(kernels_of(events)[::4]):
             each["name"] = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
             each["args"] |= {
-                "Collective name": "allreduce",
-                "Group size": 2,
-                "Seq": number,
-                "Process Group Name": "0",
-                "Process Group Ranks": "[0, 1]",
-            }
+                "Collective name": "allreduce", "Group size": 2, "Seq": number,
+                "Process Group Name": "0", "Process Group Ranks": "[0, 1]",
+            }  # fmt: skip
         info = {"distributedInfo": {"rank": rank, "world_size": 2}}
         (folder / f"rank{rank}.json").write_text(json.dumps({**info, "traceEvents": events}))
     return folder

@@ -79,10 +79,6 @@ def test_one_slow_rank_is_the_whole_slowdown() -> None:
     assert what_if.slowdown_ratio == pytest.approx(8 / 6)
     assert what_if.by_worker().row(0)[:3] == (1, 0, 1)
     assert what_if.slowest_workers_ratio() == pytest.approx(1.0)
-
-
-def test_a_transfer_lasts_from_when_the_last_rank_has_started() -> None:
-    what_if = OperationWhatIf(operation_table(two_ranks(1.0, 3.0)))
     scatters = (what_if.table.rows["optype"] == "grads-reduce-scatter").to_numpy()
     assert set(what_if.durations_ns[scatters].ravel().tolist()) == {1_000_000_000}
 
@@ -114,18 +110,12 @@ def test_receive_waits_for_the_send_of_the_stage_before() -> None:
     assert list(what_if.replay(faster)) == [6_500_000_000]
 
 
-def test_table_without_a_column_names_it() -> None:
+def test_table_that_lacks_something_is_refused() -> None:
     with pytest.raises(MissingDataError, match="seq_id"):
         operation_table(two_ranks(1.0, 1.0).drop("seq_id"))
-
-
-def test_table_with_a_lost_operation_is_refused() -> None:
     whole = two_ranks(1.0, 1.0)
     with pytest.raises(TraceFormatError, match="every operation"):
         operation_table(whole.head(whole.height - 1))
-
-
-def test_several_model_chunks_are_refused() -> None:
     chunks = two_ranks(1.0, 1.0).with_columns(mc=pl.lit(1))
     with pytest.raises(MissingDataError, match="virtual stages"):
         operation_table(chunks)
@@ -147,9 +137,7 @@ def random_graphs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int]], lis
 
 
 @given(random_graphs())
-def test_times_are_the_longest_paths(
-    case: tuple[int, list[tuple[int, int, int]], list[int]],
-) -> None:
+def test_times_are_longest_paths(case: tuple[int, list[tuple[int, int, int]], list[int]]) -> None:
     points, edges, delays = case
 
     def oracle(point: int) -> int:
@@ -166,8 +154,5 @@ def test_columns_are_independent_cases() -> None:
     plan = plan_of([(0, 1), (1, 2)], 3)
     found = times(plan, np.array([[1, 10], [2, 20]]))
     assert found[2].tolist() == [3, 30]
-
-
-def test_circle_is_an_error() -> None:
     with pytest.raises(TraceFormatError, match="wait for each other"):
         plan_of([(0, 1), (1, 2), (2, 1)], 3)

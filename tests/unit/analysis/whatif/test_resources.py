@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,15 +37,13 @@ def loads(wait_ms: int, work_ms: int) -> list[Event]:
     return found
 
 
-def test_faster_operators_do_not_make_workers_faster(tmp_path: Path) -> None:
+def test_faster_workers_help_until_training_is_the_limit_and_operators_do_not(
+    tmp_path: Path,
+) -> None:
     found = analysis_of(tmp_path, [loads(60, 40)])
     # Batches come every 100 ms whatever training does; that the window's last step is over sooner
     # makes no step shorter.
     assert predicted(found, faster_operator("aten::mm", 2)) == [100 * MS]
-
-
-def test_faster_workers_help_until_training_is_the_limit(tmp_path: Path) -> None:
-    found = analysis_of(tmp_path, [loads(60, 40)])
     half, none = predicted(found, faster_loader(2), faster_loader())
     # A batch every 50 ms, or as fast as training is.
     assert half == 50 * MS
@@ -170,17 +169,12 @@ def test_a_call_that_waits_is_the_same_call_everywhere(tmp_path: Path, name: str
     assert predicted(found, faster_kernel("gemm", 2), faster_kernel("relu", 4)) == [300, 325]
 
 
-@pytest.mark.parametrize(
-    ("name", "waits"),
-    [
-        ("cudaMemcpy", True), ("cudaMemcpy2D", True), ("hipMemcpyWithStream", True),
-        ("cudaStreamSynchronize_v3020", True), ("cuEventSynchronize", True),
-        ("cuMemcpyDtoH_v2", True), ("hipDeviceSynchronize", True),
-        ("cudaMemcpyAsync", False), ("cudaEventQuery", False), ("cudaLaunchKernel", False),
-        ("cuMemcpyDtoHAsync_v2", False), ("cudaMemset", False), ("cudaFree", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "waits"), [
+    ("cudaMemcpy", True), ("cudaMemcpy2D", True), ("hipMemcpyWithStream", True),
+    ("cudaStreamSynchronize_v3020", True), ("cuEventSynchronize", True),
+    ("cuMemcpyDtoH_v2", True), ("hipDeviceSynchronize", True),
+    ("cudaMemcpyAsync", False), ("cudaEventQuery", False), ("cudaLaunchKernel", False),
+    ("cuMemcpyDtoHAsync_v2", False), ("cudaMemset", False), ("cudaFree", False),
+])  # fmt: skip
 def test_calls_that_always_wait(name: str, waits: bool) -> None:
-    import re
-
     assert bool(re.search(BLOCKING, name)) is waits
