@@ -68,26 +68,14 @@ def test_cgroup_v2_has_every_column_in_base_units(tree: FakeTree, v2: FakeCgroup
     row = sampled(sampler)["own"]
     del row["time_ns"], row["read_ns"]
     assert row == {
-        "cgroup_index": 0,
-        "cpu_ns": 5_000,
-        "cpu_period_count": 40,
-        "cpu_throttled_period_count": 39,
-        "cpu_throttled_ns": 2_700_000_000,
-        "cpu_limit_cores": 2.5,
-        "memory_used_bytes": 1000,
-        "memory_peak_bytes": 2000,
-        "memory_anonymous_bytes": 4096,
-        "memory_file_bytes": 8192,
-        "memory_swap_bytes": 4096,
-        "memory_limit_bytes": 1 << 30,
-        "memory_limit_hit_count": 6,
-        "memory_oom_count": 2,
-        **{
-            f"pressure_{what}_{kind}_ns": 8_000
-            for what in ("cpu", "memory", "io")
-            for kind in ("some", "full")
-        },
-    }
+        "cgroup_index": 0, "cpu_ns": 5_000, "cpu_period_count": 40,
+        "cpu_throttled_period_count": 39, "cpu_throttled_ns": 2_700_000_000, "cpu_limit_cores": 2.5,
+        "memory_used_bytes": 1000, "memory_peak_bytes": 2000, "memory_anonymous_bytes": 4096,
+        "memory_file_bytes": 8192, "memory_swap_bytes": 4096, "memory_limit_bytes": 1 << 30,
+        "memory_limit_hit_count": 6, "memory_oom_count": 2,
+        **{f"pressure_{what}_{kind}_ns": 8_000
+           for what in ("cpu", "memory", "io") for kind in ("some", "full")},
+    }  # fmt: skip
 
 
 def test_cgroup_v1_has_the_same_columns_and_its_throttled_time_is_in_ns(
@@ -134,9 +122,7 @@ def test_cgroup_hybrid_takes_each_controller_where_it_is(
     assert row["pressure_io_full_ns"] == 9_000
 
 
-def test_cgroup_limits_are_the_least_of_the_visible_ancestors(
-    tree: FakeTree, v2: FakeCgroups
-) -> None:
+def test_cgroup_limits_are_least_of_the_visible_ancestors(tree: FakeTree, v2: FakeCgroups) -> None:
     v2.put_v2(FakeGroup(path=JOB, quota_us=800_000, memory_max=1 << 34))
     v2.put_v2(FakeGroup(path="/slurm/job_7", quota_us=400_000))
     v2.put_v2(FakeGroup(path="/slurm", quota_us=900_000, memory_max=1 << 33))
@@ -201,15 +187,12 @@ def test_cgroup_at_the_top_of_the_tree_has_no_limits_and_no_pressure_of_its_own(
     assert "top of the tree" in reasons["memory_used_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("mount_root", "path", "below"),
-    [
-        ("/docker/abc", "/docker/abc", ""),
-        ("/docker/abc", "/docker/abc/nested", "/nested"),
-        ("/", "/", ""),
-        ("/..", "/../other", "/other"),
-    ],
-)
+@pytest.mark.parametrize(("mount_root", "path", "below"), [
+    ("/docker/abc", "/docker/abc", ""),
+    ("/docker/abc", "/docker/abc/nested", "/nested"),
+    ("/", "/", ""),
+    ("/..", "/../other", "/other"),
+])  # fmt: skip
 def test_cgroup_in_a_container_is_found_below_its_mount(
     tree: FakeTree, cgroups: FakeCgroups, mount_root: str, path: str, below: str
 ) -> None:
@@ -235,9 +218,7 @@ def test_cgroup_outside_its_mount_is_not_guessed(
     assert "not visible" in missing.reason
 
 
-def test_cgroup_without_any_tree_is_missing_as_a_whole(
-    tree: FakeTree, cgroups: FakeCgroups
-) -> None:
+def test_cgroup_without_any_tree_is_missing_as_whole(tree: FakeTree, cgroups: FakeCgroups) -> None:
     (missing,) = CgroupSampler(Node(root=tree.root)).open()
     assert missing.metric == ALL_METRICS
     assert "proc/self/cgroup" in missing.reason
@@ -325,15 +306,11 @@ def test_throttled_ratio_is_the_share_of_periods(tmp_path: Path) -> None:
     table: Table = CGROUP
     records = [
         row_of(
-            table,
-            time_ns=at * second,
-            cgroup_index=0,
-            cpu_period_count=periods,
-            cpu_throttled_period_count=throttled,
-            cpu_throttled_ns=held * second,
+            table, time_ns=at * second, cgroup_index=0, cpu_period_count=periods,
+            cpu_throttled_period_count=throttled, cpu_throttled_ns=held * second,
         )
         for at, (periods, throttled, held) in enumerate(counts)
-    ]
+    ]  # fmt: skip
     write_records(run.node("node0").records("cgroup"), table, records)
     counters = Analyzer(run.root).counters()
     ratio = counters.filter(metric="cpu_throttled_ratio")

@@ -28,15 +28,12 @@ class Exporter:
     def __init__(self) -> None:
         self.figures: dict[str, dict[str, str]] = {
             uuid: {
-                "DCGM_FI_PROF_SM_ACTIVE": "0.812500",
-                "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "0.250000",
-                "DCGM_FI_PROF_PCIE_TX_BYTES": "112603",
-                "DCGM_FI_PROF_NVLINK_RX_BYTES": "0",
-                "DCGM_FI_DEV_XID_ERRORS": "0",
-                "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": "1000",
+                "DCGM_FI_PROF_SM_ACTIVE": "0.812500", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "0.250000",
+                "DCGM_FI_PROF_PCIE_TX_BYTES": "112603", "DCGM_FI_PROF_NVLINK_RX_BYTES": "0",
+                "DCGM_FI_DEV_XID_ERRORS": "0", "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": "1000",
             }
             for uuid in reversed(UUIDS)
-        }
+        }  # fmt: skip
         self.more = ""
         self.status = 200
         self.delay_s = 0.0
@@ -137,7 +134,9 @@ def test_collection_that_was_recorded_is_not_recorded_again(exporter: Exporter) 
     assert [row["sm_active_ratio"] for row in rows(DCGM, sampler.sample())] == [0.8125, 0.8125]
 
 
-def test_no_exporter_is_absent_with_the_remedy() -> None:
+def test_default_is_this_machine_only() -> None:
+    assert DcgmSampler(Node()).url == DEFAULT_URL
+    assert "127.0.0.1" in DEFAULT_URL
     sampler = sampler_at("http://127.0.0.1:9/metrics")
     (missing,) = sampler.open()
     assert missing.metric == ALL_METRICS
@@ -147,22 +146,14 @@ def test_no_exporter_is_absent_with_the_remedy() -> None:
     assert sampler.sample() == b""
 
 
-def test_default_is_this_machine_only() -> None:
-    assert DcgmSampler(Node()).url == DEFAULT_URL
-    assert "127.0.0.1" in DEFAULT_URL
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "ftp://127.0.0.1/",
-        "file:///etc/passwd",
-        "nonsense",
-        "http://",
-        "http://a:b/",
-        "http://a:1/x y",
-    ],
-)
+@pytest.mark.parametrize("url", [
+    "ftp://127.0.0.1/",
+    "file:///etc/passwd",
+    "nonsense",
+    "http://",
+    "http://a:b/",
+    "http://a:1/x y",
+])  # fmt: skip
 def test_address_that_is_none_is_said(url: str) -> None:
     (missing,) = sampler_at(url).open()
     assert "not an http address" in missing.reason
@@ -190,16 +181,13 @@ def test_gpus_of_others_on_the_node_are_left_out(exporter: Exporter) -> None:
     assert [row["gpu"] for row in rows(DCGM, sampler.sample())] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "column", "words"),
-    [
-        ("DCGM_FI_PROF_SM_ACTIVE", "9.2e+18", "sm_active_ratio", "cannot be"),
-        ("DCGM_FI_PROF_SM_ACTIVE", "NaN", "sm_active_ratio", "cannot be"),
-        ("DCGM_FI_PROF_SM_ACTIVE", "-1", "sm_active_ratio", "cannot be"),
-        ("DCGM_FI_PROF_PCIE_TX_BYTES", "0", "pcie_transmit_bytes_per_s", "never is"),
-        ("DCGM_FI_PROF_NVLINK_RX_BYTES", "1.8e+19", "nvlink_receive_bytes_per_s", "cannot be"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "column", "words"), [
+    ("DCGM_FI_PROF_SM_ACTIVE", "9.2e+18", "sm_active_ratio", "cannot be"),
+    ("DCGM_FI_PROF_SM_ACTIVE", "NaN", "sm_active_ratio", "cannot be"),
+    ("DCGM_FI_PROF_SM_ACTIVE", "-1", "sm_active_ratio", "cannot be"),
+    ("DCGM_FI_PROF_PCIE_TX_BYTES", "0", "pcie_transmit_bytes_per_s", "never is"),
+    ("DCGM_FI_PROF_NVLINK_RX_BYTES", "1.8e+19", "nvlink_receive_bytes_per_s", "cannot be"),
+])  # fmt: skip
 def test_value_that_cannot_be_is_missing_with_the_reason(
     exporter: Exporter, field: str, value: str, column: str, words: str
 ) -> None:
@@ -274,6 +262,9 @@ def test_exporter_that_sends_elsewhere_is_not_followed(exporter: Exporter) -> No
     (missing,) = sampler_at(exporter.url).open()
     assert "HTTP 302" in missing.reason
     assert exporter.requests == 1
+    exporter.status, exporter.location, exporter._page = 200, "", "<html>hello</html>\n"
+    (missing,) = sampler_at(exporter.url).open()
+    assert "no DCGM figures" in missing.reason
 
 
 def test_proxy_is_not_asked_for_what_runs_here(
@@ -282,12 +273,6 @@ def test_proxy_is_not_asked_for_what_runs_here(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     sampler = opened(sampler_at(exporter.url))
     assert len(rows(DCGM, sampler.sample())) == 2
-
-
-def test_other_server_on_the_port_is_said(exporter: Exporter) -> None:
-    exporter._page = "<html>hello</html>\n"
-    (missing,) = sampler_at(exporter.url).open()
-    assert "no DCGM figures" in missing.reason
 
 
 def test_doctor_sees_value_price_and_reason(exporter: Exporter) -> None:

@@ -137,18 +137,6 @@ def test_family_orphan_stays_a_member(kernel: Kernel) -> None:
     assert kernel.counters() == (25, 2100)
 
 
-def test_family_child_and_grandchild_that_end_together_are_counted_once(kernel: Kernel) -> None:
-    kernel.fork(11)
-    kernel.fork(12, parent=11)
-    kernel.work(11, ticks=10, rchar=1000)
-    kernel.work(12, ticks=20, rchar=2000)
-    assert kernel.counters() == (35, 3100)
-    kernel.exit(12)
-    kernel.exit(11)
-    assert kernel.counters() == (35, 3100)
-    assert kernel.counters() == (35, 3100)
-
-
 def test_family_reused_pid_of_a_worker_is_another_process(kernel: Kernel) -> None:
     kernel.fork(11)
     kernel.work(11, ticks=10, rchar=1000)

@@ -37,7 +37,7 @@ from tests.fake_nvml import (
     NVMLError_ResetRequired,
     NVMLError_Unknown,
 )
-from tests.unit.samplers.records import Row, rows
+from tests.unit.samplers.records import Row, SimulatedTime, rows
 
 SECOND = 1_000_000_000
 
@@ -122,20 +122,11 @@ def test_gpu_header_says_who_each_gpu_is_and_which_driver(tmp_path: Path) -> Non
     assert header["driver"] == "580.159.04"
 
 
-def test_gpu_bus_id_is_that_of_sysfs() -> None:
-    assert sysfs_bus_id("00000000:0F:00.0") == "0000:0f:00.0"
-    assert sysfs_bus_id("00010000:0F:00.0") == "10000:0f:00.0"
-    assert sysfs_bus_id("0000:0F:00.0") == "0000:0f:00.0"
-
-
-@pytest.mark.parametrize(
-    ("error", "word", "remedy"),
-    [
-        (NVMLError_LibraryNotFound, "no libnvidia-ml.so.1", "NVIDIA_DRIVER_CAPABILITIES"),
-        (NVMLError_DriverNotLoaded, "Driver Not Loaded", ""),
-        (NVMLError_LibRmVersionMismatch, "mismatch", "reboot"),
-    ],
-)
+@pytest.mark.parametrize(("error", "word", "remedy"), [
+    (NVMLError_LibraryNotFound, "no libnvidia-ml.so.1", "NVIDIA_DRIVER_CAPABILITIES"),
+    (NVMLError_DriverNotLoaded, "Driver Not Loaded", ""),
+    (NVMLError_LibRmVersionMismatch, "mismatch", "reboot"),
+])  # fmt: skip
 def test_gpu_driver_that_does_not_start_is_said_with_a_remedy(
     error: type[NVMLError], word: str, remedy: str
 ) -> None:
@@ -150,13 +141,10 @@ def test_gpu_driver_that_does_not_start_is_said_with_a_remedy(
     assert "nvmlShutdown" not in nvml.calls
 
 
-@pytest.mark.parametrize(
-    ("library", "word"),
-    [
-        ("libnvidia-ml-is-not-here.so.1", "no NVIDIA driver here"),
-        ("libc.so.6", "nvidia-ml-py"),  # the driver is there, the binding is not
-    ],
-)
+@pytest.mark.parametrize(("library", "word"), [
+    ("libnvidia-ml-is-not-here.so.1", "no NVIDIA driver here"),
+    ("libc.so.6", "nvidia-ml-py"),  # the driver is there, the binding is not
+])  # fmt: skip
 def test_gpu_without_the_driver_or_the_binding_says_so(
     monkeypatch: pytest.MonkeyPatch, library: str, word: str
 ) -> None:
@@ -170,6 +158,9 @@ def test_gpu_without_the_driver_or_the_binding_says_so(
 def test_gpu_driver_without_a_gpu_says_so() -> None:
     (missing,) = GpuSampler(Node(nvml=FakeNvml())).open()
     assert missing == Missing(ALL_METRICS, "NVML: the driver shows no usable GPU")
+    assert sysfs_bus_id("00000000:0F:00.0") == "0000:0f:00.0"
+    assert sysfs_bus_id("00010000:0F:00.0") == "10000:0f:00.0"
+    assert sysfs_bus_id("0000:0F:00.0") == "0000:0f:00.0"
 
 
 def test_gpu_function_that_the_binding_lacks_is_unsupported(
@@ -255,18 +246,15 @@ def test_gpu_field_that_says_not_available_is_null(answer: FieldAnswer, one: Dri
     assert one.after(SECOND)["throttle_power_ns"] is None
 
 
-@pytest.mark.parametrize(
-    ("driver", "ids"),
-    [
-        ("570.124.06", None),
-        ("575.51.03", (251, 252, 253)),
-        ("580.65.06", (251, 252, 253)),
-        ("580.70", None),
-        ("580.82.07", (269, 270, 271)),
-        ("615.10", (269, 270, 271)),
-        ("unknown", None),
-    ],
-)
+@pytest.mark.parametrize(("driver", "ids"), [
+    ("570.124.06", None),
+    ("575.51.03", (251, 252, 253)),
+    ("580.65.06", (251, 252, 253)),
+    ("580.70", None),
+    ("580.82.07", (269, 270, 271)),
+    ("615.10", (269, 270, 271)),
+    ("unknown", None),
+])  # fmt: skip
 def test_gpu_thermal_slowdown_is_asked_by_the_id_of_the_running_driver(
     driver: str, ids: tuple[int, int, int] | None
 ) -> None:
@@ -289,9 +277,7 @@ def test_gpu_thermal_slowdown_is_asked_by_the_id_of_the_running_driver(
 
 
 @pytest.mark.parametrize("error", [NVMLError_GpuIsLost, NVMLError_ResetRequired])
-def test_gpu_lost_in_the_run_is_said_once_and_ends_only_its_own_records(
-    error: type[NVMLError],
-) -> None:
+def test_gpu_lost_in_run_is_said_once_and_ends_only_its_own_records(error: type[NVMLError]) -> None:
     lost, healthy = FakeGpu(), FakeGpu()
     driver = Driver(lost, healthy)
     assert driver.open() == []
@@ -341,17 +327,6 @@ def test_gpu_pcie_without_gpm_is_only_given_by_counters_known_to_be_wide() -> No
     assert driver.after(SECOND)["pcie_transmit_bytes"] == 1 << 34
 
 
-def test_gpu_nvlink_of_blackwell_is_in_bytes() -> None:
-    gpu = FakeGpu(architecture=10)
-    gpu.fields[202, ALL_LINKS] = (ULONGLONG, 70 << 30)
-    gpu.fields[204, ALL_LINKS] = (ULONGLONG, 71 << 30)
-    driver = Driver(gpu)
-    assert driver.open() == []
-    row = driver.after(SECOND)
-    assert row["nvlink_transmit_bytes"] == 70 << 30
-    assert row["nvlink_receive_bytes"] == 71 << 30
-
-
 def test_gpu_nvlink_that_is_denied_as_a_field_comes_from_gpm() -> None:
     gpu = FakeGpu()
     gpu.fields |= {(number, ALL_LINKS): NVMLError_NoPermission for number in (138, 139)}
@@ -369,6 +344,14 @@ def test_gpu_without_nvlink_says_so(one: Driver) -> None:
     missing = reasons(one.open())
     assert missing["nvlink_transmit_bytes"] == "gpu 0: NVML field 138: Not Supported"
     assert one.after(SECOND)["nvlink_transmit_bytes"] is None
+    gpu = FakeGpu(architecture=10)
+    gpu.fields[202, ALL_LINKS] = (ULONGLONG, 70 << 30)
+    gpu.fields[204, ALL_LINKS] = (ULONGLONG, 71 << 30)
+    driver = Driver(gpu)
+    assert driver.open() == []
+    row = driver.after(SECOND)
+    assert row["nvlink_transmit_bytes"] == 70 << 30
+    assert row["nvlink_receive_bytes"] == 71 << 30
 
 
 def test_gpm_ratio_is_that_of_two_samples_far_enough_apart(one: Driver) -> None:
@@ -409,13 +392,10 @@ def test_gpm_traffic_adds_up_over_the_time_between_samples(one: Driver) -> None:
     assert sent == [0, 100 << 20, 150 << 20]
 
 
-@pytest.mark.parametrize(
-    ("function", "error"),
-    [
-        ("nvmlGpmSampleGet", NVMLError_Unknown),
-        ("nvmlGpmMetricsGet", NVMLError_InvalidArgument),  # the samples were too close
-    ],
-)
+@pytest.mark.parametrize(("function", "error"), [
+    ("nvmlGpmSampleGet", NVMLError_Unknown),
+    ("nvmlGpmMetricsGet", NVMLError_InvalidArgument),  # the samples were too close
+])  # fmt: skip
 def test_gpm_that_failed_leaves_a_gap_and_a_new_beginning(
     one: Driver, function: str, error: type[NVMLError]
 ) -> None:
@@ -494,9 +474,7 @@ def test_gpu_with_mig_names_what_cannot_be_measured_of_the_whole() -> None:
     assert driver.sampler.header()["entities"][0]["mig"] is True  # type: ignore[index]
 
 
-def test_gpu_states_give_every_column_with_a_value_or_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_states_give_every_column_with_value_or_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
     del gpu.fields[82, 0]
     driver = Driver(gpu)
@@ -590,21 +568,10 @@ def test_xid_reaches_the_events_file_with_its_own_time(tmp_path: Path) -> None:
     assert found == [expected]
 
 
-class SimulatedSecond(threading.Event):
-    """A stop that comes after a second on a clock that moves by waiting and by slow calls alone."""
-
-    now = 0
-
-    def wait(self, timeout: float | None = None) -> bool:
-        assert timeout is not None
-        self.now += max(1, round(timeout * SECOND))
-        return self.now >= SECOND
-
-
 class SlowNvml(FakeNvml):
     """A driver whose utilisation call takes 20 ms."""
 
-    def __init__(self, stop: SimulatedSecond) -> None:
+    def __init__(self, stop: SimulatedTime) -> None:
         super().__init__([FakeGpu()])
         self.stop = stop
 
@@ -614,13 +581,9 @@ class SlowNvml(FakeNvml):
 
 
 def test_gpu_calls_that_get_slow_are_made_less_often(tmp_path: Path) -> None:
-    run, stop = RunPaths(tmp_path), SimulatedSecond()
-
-    def clock() -> int:
-        return stop.now
-
+    run, stop = RunPaths(tmp_path), SimulatedTime(1)
+    clock, options = stop.clock, Options(interval_s={"gpu": 0.1})
     sampler = GpuSampler(Node(nvml=SlowNvml(stop), clock=clock))
-    options = Options(interval_s={"gpu": 0.1})
     loop = SamplingLoop(run, "node1", options, clock=clock, boot_clock=clock, samplers=[sampler])
     loop.run(stop)
     records = read_records(run.node("node1").records("gpu"))

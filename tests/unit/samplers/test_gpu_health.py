@@ -40,16 +40,14 @@ def test_gpu_health_has_errors_links_and_limits_of_each_gpu() -> None:
 
 
 def test_gpu_health_that_a_gpu_or_driver_lacks_is_named() -> None:
-    nvml = FakeNvml(
-        [
-            FakeGpu(
-                failures={
-                    "nvmlDeviceGetMarginTemperature": NVMLError_FunctionNotFound,
-                    "nvmlDeviceGetTemperatureThreshold": NVMLError_NotSupported,
-                }
-            )
-        ]
-    )
+    nvml = FakeNvml([
+        FakeGpu(
+            failures={
+                "nvmlDeviceGetMarginTemperature": NVMLError_FunctionNotFound,
+                "nvmlDeviceGetTemperatureThreshold": NVMLError_NotSupported,
+            }
+        )
+    ])  # fmt: skip
     sampler = GpuHealthSampler(Node(nvml=nvml))
     missing = {each.metric: each for each in sampler.open()}
     retired = {

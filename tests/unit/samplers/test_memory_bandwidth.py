@@ -319,11 +319,9 @@ def test_uncore_of_grace_counts_beats_and_bytes(tree: FakeTree) -> None:
     text = "processor\t: 0\nFeatures\t: sve\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n\n"
     tree.write("proc/cpuinfo", text)
     events = {
-        "cmem_rd_data": "event=0x1a5",
-        "cmem_wr_total_bytes": "event=0x1db",
-        "remote_socket_rd_data": "event=0x1a2",
-        "remote_socket_wr_total_bytes": "event=0x1a1",
-    }
+        "cmem_rd_data": "event=0x1a5", "cmem_wr_total_bytes": "event=0x1db",
+        "remote_socket_rd_data": "event=0x1a2", "remote_socket_wr_total_bytes": "event=0x1a1",
+    }  # fmt: skip
     for socket in (0, 1):
         pmu(tree, f"nvidia_scf_pmu_{socket}", 50 + socket, cpumask=str(4 * socket),
             formats={"event": "config:0-31"}, events=events)  # fmt: skip

@@ -134,20 +134,10 @@ def test_refusal_though_the_sysctl_allows_it_points_at_the_container(tree: FakeT
     assert "seccomp" in denied.reason
     assert "seccomp" in denied.remedy
     assert "seccomp" in why(tree, errno.ENOSYS).reason
-
-
-def test_refusal_of_an_event_that_is_not_there_is_unsupported(tree: FakeTree) -> None:
     assert why(tree, errno.ENOENT).status == "unsupported"
     assert "no such event" in why(tree, errno.ENOENT).reason
     assert "a virtual machine" in why(tree, errno.ENOENT, virtual="a virtual machine").reason
     assert why(tree, errno.EMFILE).remedy == "a higher ulimit -n"
-
-
-def test_paranoid_that_cannot_be_read_is_null(tree: FakeTree) -> None:
-    assert paranoid(tree.root) == 2
-    tree.remove("proc/sys/kernel/perf_event_paranoid")
-    assert paranoid(tree.root) is None
-    assert "not shown" in why(tree, errno.EACCES).reason
 
 
 def test_cpu_is_read_from_cpuinfo_of_x86_and_arm(tree: FakeTree) -> None:
@@ -165,9 +155,13 @@ def test_cpu_is_read_from_cpuinfo_of_x86_and_arm(tree: FakeTree) -> None:
     assert read_cpu(tree.root).vendor == ""
 
 
-def test_cpu_lists_are_read_as_the_kernel_prints_them() -> None:
+def test_cpu_lists_are_read_as_the_kernel_prints_them(tree: FakeTree) -> None:
     assert parse_cpu_list("0-3,8\n") == [0, 1, 2, 3, 8]
     assert parse_cpu_list("\n") == []
+    assert paranoid(tree.root) == 2
+    tree.remove("proc/sys/kernel/perf_event_paranoid")
+    assert paranoid(tree.root) is None
+    assert "not shown" in why(tree, errno.EACCES).reason
 
 
 def test_machine_with_a_core_pmu_is_told_from_one_without(tree: FakeTree) -> None:

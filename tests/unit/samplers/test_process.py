@@ -75,6 +75,9 @@ def test_process_without_ranks_gives_no_records(tree: FakeTree, run: RunPaths) -
     sampler = ProcessSampler(Node(run=run, host=HOST, root=tree.root))
     assert not sampler.urgent()
     assert sampler.sample() == b""
+    assert ProcessSampler(Node(run=run, host=HOST, root=tree.root)).states() == []
+    (missing,) = ProcessSampler(Node(run=run, host=HOST, pid=77, root=tree.root)).open()
+    assert (missing.metric, missing.reason) == ("all", "no process 77")
 
 
 def test_process_new_rank_is_urgent_once(tree: FakeTree, run: RunPaths) -> None:
@@ -174,12 +177,6 @@ def test_process_states_show_a_process_that_is_no_rank(tree: FakeTree, run: RunP
     assert states["cpu_ns"].read_ns is not None
     assert (states["read_bytes"].status, states["read_bytes"].value) == ("absent", None)
     assert states["involuntary_context_switch_count"].value == 4
-
-
-def test_process_states_without_ranks_or_process_say_why(tree: FakeTree, run: RunPaths) -> None:
-    assert ProcessSampler(Node(run=run, host=HOST, root=tree.root)).states() == []
-    (missing,) = ProcessSampler(Node(run=run, host=HOST, pid=77, root=tree.root)).open()
-    assert (missing.metric, missing.reason) == ("all", "no process 77")
 
 
 def test_process_rate_never_crosses_a_restart_of_a_rank(tree: FakeTree, tmp_path: Path) -> None:

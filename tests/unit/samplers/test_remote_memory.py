@@ -226,9 +226,7 @@ def test_event_that_this_cpu_lacks_leaves_the_others(tree: FakeTree, run: RunPat
     assert row["local_dram_bytes"] == 0
 
 
-def test_events_denied_by_the_sysctl_give_its_value_and_the_remedy(
-    tree: FakeTree, run: RunPaths
-) -> None:
+def test_events_denied_by_sysctl_give_its_value_and_remedy(tree: FakeTree, run: RunPaths) -> None:
     tree.write("proc/sys/kernel/perf_event_paranoid", "4\n")
     (missing,) = sampler_of(tree, run, FakePerf(tree)).open()
     assert (missing.metric, missing.status) == ("all", "denied")
@@ -259,16 +257,13 @@ def test_fills_that_a_hypervisor_filters_are_no_zeros(tree: FakeTree, run: RunPa
     assert (row["local_dram_bytes"], row["remote_dram_bytes"]) == (320, 0)
 
 
-@pytest.mark.parametrize(
-    ("vendor", "family", "model", "remote"),
-    [
-        ("GenuineIntel", 6, 143, (0x012A, 0x730004477)),
-        ("GenuineIntel", 6, 106, (0x01B7, 0x730000477)),
-        ("GenuineIntel", 6, 85, (0x02D3, 0)),
-        ("AuthenticAMD", 26, 2, (0x4044, 0)),
-        ("AuthenticAMD", 23, 49, (0x4043, 0)),
-    ],
-)
+@pytest.mark.parametrize(("vendor", "family", "model", "remote"), [
+    ("GenuineIntel", 6, 143, (0x012A, 0x730004477)),
+    ("GenuineIntel", 6, 106, (0x01B7, 0x730000477)),
+    ("GenuineIntel", 6, 85, (0x02D3, 0)),
+    ("AuthenticAMD", 26, 2, (0x4044, 0)),
+    ("AuthenticAMD", 23, 49, (0x4043, 0)),
+])  # fmt: skip
 def test_core_events_by_model(
     tree: FakeTree, vendor: str, family: int, model: int, remote: tuple[int, int]
 ) -> None:

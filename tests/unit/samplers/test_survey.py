@@ -95,6 +95,11 @@ def test_survey_gives_value_source_and_price(node: Node) -> None:
     assert memory.read_ns is not None
     assert memory.read_ns > 0
     assert len(found) == len(HostSampler.table.metrics)
+    row = counter_row(survey(node, [HostSampler])[0])
+    assert list(row) == [
+        "name", "entity", "status", "value", "unit", "source", "read_ns", "reason", "remedy",
+    ]  # fmt: skip
+    assert row["name"] == "host.cpu_user_ns"
 
 
 def test_survey_gives_every_entity_with_what_it_lacks(node: Node) -> None:
@@ -107,14 +112,11 @@ def test_survey_gives_every_entity_with_what_it_lacks(node: Node) -> None:
     assert len(found) == 4
 
 
-@pytest.mark.parametrize(
-    ("kind", "status", "reason", "remedy"),
-    [
-        (AbsentSampler, "absent", "no ports here", "buy one"),
-        (BrokenSampler, "unsupported", "RuntimeError: out of luck", ""),
-        (EmptySampler, "absent", "nothing of this source is here", ""),
-    ],
-)
+@pytest.mark.parametrize(("kind", "status", "reason", "remedy"), [
+    (AbsentSampler, "absent", "no ports here", "buy one"),
+    (BrokenSampler, "unsupported", "RuntimeError: out of luck", ""),
+    (EmptySampler, "absent", "nothing of this source is here", ""),
+])  # fmt: skip
 def test_sampler_without_values_gives_every_column_with_the_reason(
     node: Node, kind: type[PortSampler], status: str, reason: str, remedy: str
 ) -> None:
@@ -150,14 +152,6 @@ def test_lost_entity_gives_every_column_under_its_name(node: Node) -> None:
     assert [state.reason for state in lost] == ["fell off the bus"] * 2
 
 
-def test_rows_are_what_scripts_expect(node: Node) -> None:
-    row = counter_row(survey(node, [HostSampler])[0])
-    assert list(row) == [
-        "name", "entity", "status", "value", "unit", "source", "read_ns", "reason", "remedy",
-    ]  # fmt: skip
-    assert row["name"] == "host.cpu_user_ns"
-
-
 def test_gpu_library_is_let_go_of(node: Node) -> None:
     survey(node, [GpuSampler])
     assert isinstance(node.nvml, FakeNvml)
@@ -177,11 +171,3 @@ def test_every_column_of_every_sampler_is_listed_on_this_machine(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
     cpu = next(s for s in states if (s.source, s.metric) == ("host", "cpu_count"))
     assert cpu.value == os.sysconf("SC_NPROCESSORS_ONLN")
-
-
-def test_processes_are_shown_by_the_one_that_is_named(tmp_path: Path) -> None:
-    states = survey(Node(run=RunPaths(tmp_path / "run"), host="here", pid=os.getpid()))
-    (resident,) = [s for s in states if (s.source, s.metric) == ("process", "memory_rss_bytes")]
-    assert resident.entity
-    assert resident.value is not None
-    assert resident.value > 1 << 20

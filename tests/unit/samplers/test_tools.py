@@ -51,16 +51,13 @@ def test_tools_are_found_in_path_and_beside_the_interpreter(tmp_path: Path) -> N
     assert (known.status, known.path) == ("available", "/opt/nsys")
 
 
-@pytest.mark.parametrize(
-    ("scope", "capabilities", "found"),
-    [
-        ("0\n", NO_CAPABILITIES, "available"),
-        ("1\n", NO_CAPABILITIES, "denied"),
-        ("1\n", ALL_CAPABILITIES, "available"),
-        ("2\n", ALL_CAPABILITIES, "available"),
-        ("3\n", ALL_CAPABILITIES, "denied"),
-    ],
-)
+@pytest.mark.parametrize(("scope", "capabilities", "found"), [
+    ("0\n", NO_CAPABILITIES, "available"),
+    ("1\n", NO_CAPABILITIES, "denied"),
+    ("1\n", ALL_CAPABILITIES, "available"),
+    ("2\n", ALL_CAPABILITIES, "available"),
+    ("3\n", ALL_CAPABILITIES, "denied"),
+])  # fmt: skip
 def test_ptrace_follows_yama(root: Path, scope: str, capabilities: str, found: str) -> None:
     write(root, sys__kernel__yama__ptrace_scope=scope, self__status=status(capabilities))
     ptrace = permission(root, "ptrace")
@@ -72,26 +69,26 @@ def test_ptrace_without_yama_is_free_but_says_so(root: Path) -> None:
     ptrace = permission(root, "ptrace")
     assert (ptrace.status, ptrace.value) == ("available", None)
     assert "no Yama" in ptrace.reason
+    own = permission(root, "perf_own_processes")
+    assert (own.status, own.value) == ("unsupported", None)
+    assert permission(root, "psi").status == "unsupported"
+    write(root, pressure__cpu="some avg10=0.00 total=7\n")
+    assert permission(root, "psi").status == "available"
 
 
-@pytest.mark.parametrize(
-    ("level", "capabilities", "own", "whole"),
-    [
-        ("-1", NO_CAPABILITIES, "available", "available"),
-        ("2", NO_CAPABILITIES, "available", "denied"),
-        ("4", NO_CAPABILITIES, "denied", "denied"),
-        ("4", ALL_CAPABILITIES, "available", "available"),
-    ],
-)
+@pytest.mark.parametrize(("level", "capabilities", "own", "whole"), [
+    ("-1", NO_CAPABILITIES, "available", "available"),
+    ("2", NO_CAPABILITIES, "available", "denied"),
+    ("4", NO_CAPABILITIES, "denied", "denied"),
+    ("4", ALL_CAPABILITIES, "available", "available"),
+])  # fmt: skip
 def test_perf_follows_paranoid_and_capabilities(
     root: Path, level: str, capabilities: str, own: str, whole: str
 ) -> None:
     write(
-        root,
-        sys__kernel__perf_event_paranoid=level,
-        self__status=status(capabilities),
+        root, sys__kernel__perf_event_paranoid=level, self__status=status(capabilities),
         self__uid_map=WHOLE,
-    )
+    )  # fmt: skip
     assert permission(root, "perf_own_processes").status == own
     assert permission(root, "perf_whole_node").status == whole
     assert permission(root, "perf_whole_node").value == int(level)
@@ -99,11 +96,9 @@ def test_perf_follows_paranoid_and_capabilities(
 
 def test_root_of_another_user_namespace_has_no_perf_rights(root: Path) -> None:
     write(
-        root,
-        sys__kernel__perf_event_paranoid="2",
-        self__status=status(ALL_CAPABILITIES),
+        root, sys__kernel__perf_event_paranoid="2", self__status=status(ALL_CAPABILITIES),
         self__uid_map="0 100000 65536\n",
-    )
+    )  # fmt: skip
     assert permission(root, "perf_whole_node").status == "denied"
     assert permission(root, "cap_perfmon").status == "denied"
     assert permission(root, "cap_perfmon").reason == "held in this user namespace only"
@@ -119,20 +114,12 @@ def test_seccomp_filter_is_named_beside_what_it_may_deny(root: Path) -> None:
     assert "seccomp" in own.reason
 
 
-def test_kernel_without_perf_events_is_unsupported(root: Path) -> None:
-    own = permission(root, "perf_own_processes")
-    assert (own.status, own.value) == ("unsupported", None)
-
-
-@pytest.mark.parametrize(
-    ("params", "capabilities", "found", "value"),
-    [
-        ("EnableMSI: 1\nRmProfilingAdminOnly: 1\n", NO_CAPABILITIES, "denied", 1),
-        ("EnableMSI: 1\nRmProfilingAdminOnly: 1\n", ALL_CAPABILITIES, "available", 1),
-        ("RmProfilingAdminOnly: 0\n", NO_CAPABILITIES, "available", 0),
-        ("EnableMSI: 1\n", NO_CAPABILITIES, "absent", None),
-    ],
-)
+@pytest.mark.parametrize(("params", "capabilities", "found", "value"), [
+    ("EnableMSI: 1\nRmProfilingAdminOnly: 1\n", NO_CAPABILITIES, "denied", 1),
+    ("EnableMSI: 1\nRmProfilingAdminOnly: 1\n", ALL_CAPABILITIES, "available", 1),
+    ("RmProfilingAdminOnly: 0\n", NO_CAPABILITIES, "available", 0),
+    ("EnableMSI: 1\n", NO_CAPABILITIES, "absent", None),
+])  # fmt: skip
 def test_gpu_profiling_follows_the_driver(
     root: Path, params: str, capabilities: str, found: str, value: int | None
 ) -> None:
@@ -150,21 +137,12 @@ def test_nvml_that_loads_is_available(root: Path) -> None:
     assert permission(root, "nvml").status == "absent"
 
 
-def test_pressure_needs_its_files(root: Path) -> None:
-    assert permission(root, "psi").status == "unsupported"
-    write(root, pressure__cpu="some avg10=0.00 total=7\n")
-    assert permission(root, "psi").status == "available"
-
-
-@pytest.mark.parametrize(
-    ("content", "version"),
-    [
-        ("0::/user.slice\n", "v2"),
-        ("9:memory:/\n1:cpu,cpuacct:/\n", "v1"),
-        ("9:memory:/\n0::/\n", "v1 + v2"),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("content", "version"), [
+    ("0::/user.slice\n", "v2"),
+    ("9:memory:/\n1:cpu,cpuacct:/\n", "v1"),
+    ("9:memory:/\n0::/\n", "v1 + v2"),
+    (None, None),
+])  # fmt: skip
 def test_cgroup_version_is_told_from_the_process(
     root: Path, content: str | None, version: str | None
 ) -> None:
@@ -173,13 +151,10 @@ def test_cgroup_version_is_told_from_the_process(
     assert software(root).cgroup == version
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07  Fri May 31 09:35:42 UTC 2024\n",
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.90.07  Release Build\n",
-    ],
-)
+@pytest.mark.parametrize("line", [
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07  Fri May 31 09:35:42 UTC 2024\n",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.90.07  Release Build\n",
+])  # fmt: skip
 def test_driver_version_is_read_without_the_library(root: Path, line: str) -> None:
     write(root, driver__nvidia__version=line + "GCC version:  gcc version 12.3.0\n")
     assert software(root).nvidia_driver == "550.90.07"

@@ -22,16 +22,14 @@ def fake(tmp_path: Path) -> FakeTopology:
     return FakeTopology(FakeTree(tmp_path))
 
 
-def test_topology_gives_each_cpu_its_node(fake: FakeTopology) -> None:
+def test_topology_gives_each_cpu_its_node(fake: FakeTopology, tmp_path: Path) -> None:
     nodes = node_of_cpu(fake.tree.root)
     assert nodes == {cpu: (cpu // 4) % 2 for cpu in range(16)}
-
-
-def test_topology_without_numa_in_the_kernel_is_unknown(tmp_path: Path) -> None:
-    assert node_of_cpu(tmp_path) == {}
-    assert adapters(tmp_path) == []
-    assert gpu_bus_id(tmp_path, "GPU-1") is None
-    assert pci_device(tmp_path, "0000:00:00.0") is None
+    none = tmp_path / "none"
+    assert node_of_cpu(none) == {}
+    assert adapters(none) == []
+    assert gpu_bus_id(none, "GPU-1") is None
+    assert pci_device(none, "0000:00:00.0") is None
 
 
 def test_topology_finds_a_gpu_by_uuid_in_either_spelling(fake: FakeTopology) -> None:
@@ -66,9 +64,6 @@ def test_topology_node_that_the_firmware_did_not_say_is_not_node_0(fake: FakeTop
     adapter = adapters(fake.tree.root)[1]
     assert adapter.pci is not None
     assert adapter.pci.node is None
-
-
-def test_topology_adapter_without_a_pci_device_has_no_place(fake: FakeTopology) -> None:
     fake.tree.write("sys/class/infiniband/rxe0/node_type", "1: CA\n")
     assert adapters(fake.tree.root)[-1] == Adapter(name="rxe0", pci=None)
     gpu = pci_device(fake.tree.root, "0000:18:00.0")

@@ -23,23 +23,20 @@ def found(tree: FakeTree, *reported: int) -> list[Unreported]:
     return find_unreported(10, set(reported), BOOT, root=tree.root)
 
 
-@pytest.mark.parametrize(
-    ("command", "flags"),
-    [
-        ("python train.py -I", ""),
-        ("python -I train.py", "I"),
-        ("python -uI train.py", "uI"),
-        ("python -u -S -m pkg.train -E", "uSm"),
-        ("python -c print(1) -I", "c"),
-        ("python -cprint(1) -I", "c"),
-        ("python -W ignore -E train.py", "WE"),
-        ("python -Wignore -X dev -XI train.py", "WXX"),
-        ("python -BW ignore train.py -S", "BW"),
-        ("python --check-hash-based-pycs always -I x.py", "I"),
-        ("python - -I", ""),
-        ("python", ""),
-    ],
-)
+@pytest.mark.parametrize(("command", "flags"), [
+    ("python train.py -I", ""),
+    ("python -I train.py", "I"),
+    ("python -uI train.py", "uI"),
+    ("python -u -S -m pkg.train -E", "uSm"),
+    ("python -c print(1) -I", "c"),
+    ("python -cprint(1) -I", "c"),
+    ("python -W ignore -E train.py", "WE"),
+    ("python -Wignore -X dev -XI train.py", "WXX"),
+    ("python -BW ignore train.py -S", "BW"),
+    ("python --check-hash-based-pycs always -I x.py", "I"),
+    ("python - -I", ""),
+    ("python", ""),
+])  # fmt: skip
 def test_interpreter_flags_end_at_the_script(command: str, flags: str) -> None:
     assert interpreter_flags(command.split()) == flags
 
@@ -82,6 +79,10 @@ def test_unreported_foreign_sitecustomize_in_front_is_named(tree: FakeTree) -> N
 def test_unreported_process_that_has_not_trained_is_no_problem(tree: FakeTree) -> None:
     tree.process(FakeProcess(pid=11, parent=10, environ=GOOD, mapped=TORCH))
     assert found(tree) == []
+    for pid in (12, 13):
+        rank = {"RANK": str(pid - 12), "PYTHONPATH": "/other"}
+        tree.process(FakeProcess(pid=pid, parent=11, environ=rank, mapped=TORCH))
+    assert [one.pid for one in found(tree)] == [12, 13]
 
 
 def test_unreported_needs_torch_or_a_rank_label(tree: FakeTree) -> None:
@@ -106,14 +107,6 @@ def test_unreported_launcher_whose_ranks_are_there_is_left_out(tree: FakeTree) -
     tree.process(FakeProcess(pid=12, parent=11, environ=rank))
     assert found(tree) == []
     assert found(tree, 12) == []
-
-
-def test_unreported_every_blocked_rank_is_listed(tree: FakeTree) -> None:
-    tree.process(FakeProcess(pid=11, parent=10, environ=GOOD, mapped=TORCH))
-    for pid in (12, 13):
-        rank = {"RANK": str(pid - 12), "PYTHONPATH": "/other"}
-        tree.process(FakeProcess(pid=pid, parent=11, environ=rank, mapped=TORCH))
-    assert [one.pid for one in found(tree)] == [12, 13]
 
 
 def test_unreported_other_programs_and_ended_ones_are_no_problem(tree: FakeTree) -> None:
