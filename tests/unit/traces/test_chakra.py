@@ -152,17 +152,14 @@ def test_without_graphviz_the_error_names_it(
     assert "apt-get install graphviz" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (["et.json"], 2, "-o DIR"),
-        (["et.json", "--graph", "x.gif"], 2, "a graph ends in"),
-        (["et.json", "--graph", "x.dot", "--steps", "9"], 5, "no profiler step 9"),
-        (["et.json", "-o", "out", "--rank", "3"], 5, "no execution trace of rank 3"),
-        (["none", "-o", "out"], 4, "none"),
-        (["bad.json", "-o", "out"], 4, "bad.json"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "status", "said"), [
+    (["et.json"], 2, "-o DIR"),
+    (["et.json", "--graph", "x.gif"], 2, "a graph ends in"),
+    (["et.json", "--graph", "x.dot", "--steps", "9"], 5, "no profiler step 9"),
+    (["et.json", "-o", "out", "--rank", "3"], 5, "no execution trace of rank 3"),
+    (["none", "-o", "out"], 4, "none"),
+    (["bad.json", "-o", "out"], 4, "bad.json"),
+])  # fmt: skip
 def test_what_cannot_be_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     arguments: list[str], status: int, said: str,

@@ -44,19 +44,16 @@ def test_written_and_read_again_is_the_same(tmp_path: Path) -> None:
     assert again.nodes.select(kept).fill_null(0).fill_null("").equals(plain)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "cannot be read as JSON"),
-        (b'{"schema": "1.0.1", "nodes": [{"id": 1', "cannot be read as JSON"),
-        (b"[" * 100_000, "cannot be read as JSON|no list of nodes"),
-        (b"[1, 2]", "no list of nodes"),
-        (b'{"traceEvents": []}', "no list of nodes"),
-        (b'{"nodes": {"id": 1}}', "no list of nodes"),
-        (b"\x1f\x8b\x08\x00broken", "cannot be read"),
-        (b'{"nodes": "\xff\xfe"}', "no list of nodes|cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), [
+    (b"", "cannot be read as JSON"),
+    (b'{"schema": "1.0.1", "nodes": [{"id": 1', "cannot be read as JSON"),
+    (b"[" * 100_000, "cannot be read as JSON|no list of nodes"),
+    (b"[1, 2]", "no list of nodes"),
+    (b'{"traceEvents": []}', "no list of nodes"),
+    (b'{"nodes": {"id": 1}}', "no list of nodes"),
+    (b"\x1f\x8b\x08\x00broken", "cannot be read"),
+    (b'{"nodes": "\xff\xfe"}', "no list of nodes|cannot be read"),
+])  # fmt: skip
 def test_other_files_end_in_one_error_that_names_them(
     tmp_path: Path, content: bytes, said: str
 ) -> None:

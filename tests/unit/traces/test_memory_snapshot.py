@@ -74,6 +74,8 @@ def test_segments_alone_are_a_snapshot_too(tmp_path: Path, allocator: Allocator)
     found = read_memory_snapshot(write(tmp_path / "s.pickle", allocator.segment_list()))
     assert found.segments.height == len(allocator.segments)
     assert found.events.is_empty()
+    content = pickle.dumps(allocator.snapshot())
+    assert read_plain_pickle(content) == pickle.load(io.BytesIO(content))
 
 
 def test_memory_is_told_by_line_and_what_is_older_apart(
@@ -91,10 +93,14 @@ def test_command_shows_lines_pieces_and_the_refusal(
 ) -> None:
     path = write(tmp_path / "s.pickle", allocator.snapshot())
     assert main(["memory-timeline", str(path)]) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "test_memory_snapshot.py" in said
     assert "(before the history began)" in said
     assert "60.0 MiB" in said
+    assert "Held at the peak, by line of your code" in said
+    assert "at most 22.0 MiB after event" in said
+    assert main(["memory-timeline", str(write(path, allocator.segment_list()))]) == 0
+    assert "no history" in capsys.readouterr().out
 
 
 # -- its history -----------------------------------------------------------------------------------
@@ -127,18 +133,6 @@ def test_ring_that_lost_its_beginning_gives_the_same_levels(tmp_path: Path) -> N
         ring[size] = memory_history(history(tmp_path, allocator)).levels["allocated_bytes"]
     assert len(ring[12]) == 12
     assert ring[12].to_list() == ring[1000].to_list()[-12:]
-
-
-def test_command_shows_the_history(
-    tmp_path: Path, allocator: Allocator, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path / "s.pickle", allocator.snapshot())
-    assert main(["memory-timeline", str(path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Held at the peak, by line of your code" in said
-    assert "at most 22.0 MiB after event" in said
-    assert main(["memory-timeline", str(write(path, allocator.segment_list()))]) == 0
-    assert "no history" in capsys.readouterr().out
 
 
 def test_history_without_times_and_with_odd_entries_is_shown(
@@ -180,20 +174,17 @@ def test_nothing_in_a_pickle_is_executed(tmp_path: Path, protocol: int) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\x80\x04Nr\xff\xff\xff\xff",  # a place in the memo: 32 GiB, were that an array
-        b"\x80\x04\x8a\xff",
-        b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",  # bytearray of 1 TiB
-        b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b".",
-        b"\x80\x04(((((",
-        b"\x80\x04]]a",
-        b"\x80\x04\x82\x01.",  # the extension registry
-        b"\x80\x04P1\n.",
-        b"",
-    ],
-)
+@pytest.mark.parametrize("content", [
+    b"\x80\x04Nr\xff\xff\xff\xff",  # a place in the memo: 32 GiB, were that an array
+    b"\x80\x04\x8a\xff",
+    b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",  # bytearray of 1 TiB
+    b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b".",
+    b"\x80\x04(((((",
+    b"\x80\x04]]a",
+    b"\x80\x04\x82\x01.",  # the extension registry
+    b"\x80\x04P1\n.",
+    b"",
+])  # fmt: skip
 def test_hostile_bytes_are_an_error_and_take_no_memory(content: bytes) -> None:
     with pytest.raises(TraceFormatError):
         read_plain_pickle(content)
@@ -213,13 +204,10 @@ def test_lists_that_hold_each_other_end(tmp_path: Path, monkeypatch: pytest.Monk
             read_memory_snapshot(write(tmp_path / "s.pickle", content))
 
 
-@pytest.mark.parametrize(
-    "segment",
-    [
-        {"total_size": -1}, {"total_size": 1 << 60}, {"total_size": "1"},
-        {"blocks": [{"size": None}]}, {"blocks": [7]},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("segment", [
+    {"total_size": -1}, {"total_size": 1 << 60}, {"total_size": "1"},
+    {"blocks": [{"size": None}]}, {"blocks": [7]},
+])  # fmt: skip
 def test_sizes_that_are_none_are_an_error(tmp_path: Path, segment: dict[str, object]) -> None:
     with pytest.raises(TraceFormatError):
         read_memory_snapshot(write(tmp_path / "s.pickle", {"segments": [segment]}))
@@ -232,11 +220,6 @@ def test_odd_fields_are_missing_and_no_error(tmp_path: Path) -> None:
     assert found.segments["address"].to_list() == [None]
     assert found.stacks == ((),)
     assert sum_by_line(found).is_empty()
-
-
-def test_value_that_pickle_itself_reads_is_the_same(allocator: Allocator) -> None:
-    content = pickle.dumps(allocator.snapshot())
-    assert read_plain_pickle(content) == pickle.load(io.BytesIO(content))
 
 
 KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none())

@@ -330,9 +330,6 @@ def test_hostile_names_are_data(tmp_path: Path) -> None:
     _, content = merge(tmp_path / "out.json", ranks_in(tmp_path, [events, events]))
     assert names(content) == {1002: f"rank 0: {name}", 2002: f"rank 1: {name}"}
     assert [e["name"] for e in content["traceEvents"] if e["ph"] == "X"] == [name, name]
-
-
-def test_more_processes_than_a_thousand_do_not_meet(tmp_path: Path) -> None:
     events = [{**op(), "pid": pid} for pid in range(1500)]
     _, content = merge(tmp_path / "out.json", ranks_in(tmp_path, [events, events]))
     pids = [each["pid"] for each in content["traceEvents"] if each["ph"] == "X"]
@@ -375,30 +372,21 @@ def test_tracks_are_drawn_at_their_exact_times(tmp_path: Path) -> None:
         name="rank 0: haiprof phases",
         sort_index=1,
         threads=("steps",),
-        spans=pl.DataFrame(
-            {
-                "thread": [0],
-                "name": ["forward"],
-                "start_ns": [start],
-                "duration_ns": [1001],
-                "of": [None],
-            }
-        ),
-        counters=pl.DataFrame(
-            {
-                "time_ns": [start, start + 1],
-                "name": ["cpu"] * 2,
-                "unit": ["cores", None],
-                "value": [0.5, None],
-            }
-        ),
-    )
+        spans=pl.DataFrame({
+            "thread": [0], "name": ["forward"], "start_ns": [start], "duration_ns": [1001],
+            "of": [None],
+        }),
+        counters=pl.DataFrame({
+            "time_ns": [start, start + 1],
+            "name": ["cpu"] * 2,
+            "unit": ["cores", None],
+            "value": [0.5, None],
+        }),
+    )  # fmt: skip
     merged, content = merge(
-        tmp_path / "out.json",
-        ranks_in(tmp_path, [[op()]]),
-        base_ns=start - 2_000_000,
+        tmp_path / "out.json", ranks_in(tmp_path, [[op()]]), base_ns=start - 2_000_000,
         tracks=[track],
-    )
+    )  # fmt: skip
     own = [each for each in content["traceEvents"] if each["pid"] == 5]
     assert merged.track_event_count == len(own) == 5
     span = next(each for each in own if each["ph"] == "X")

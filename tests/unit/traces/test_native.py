@@ -176,30 +176,6 @@ def test_odd_values_are_read_alike(
         assert_same(file)
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_damaged_text_is_read_alike(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    file = tmp_path_factory.mktemp("damaged") / "trace.json"
-    events = [event_of(category, place) for place, category in enumerate(TABLE_OF_CATEGORY)]
-    text = bytearray(data.draw(st.sampled_from(LAYOUTS))(events).encode())
-    for _ in range(data.draw(st.integers(1, 5))):
-        at = data.draw(st.integers(0, len(text) - 1))
-        text[at : at + data.draw(st.integers(0, 3))] = data.draw(
-            st.binary(max_size=3)
-            | st.sampled_from(
-                [b'"', b"{", b"}", b"]", b"\\", b",", b":", b"\x00", b"1", b"e", b"."]
-            )
-        )
-    file.write_bytes(bytes(text))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "haiprof.trace_format.kineto.text.PIECE_BYTES", data.draw(st.sampled_from([64, 400]))
-        )
-        assert_same(file)
-
-
 def test_pieces_that_python_reads_stand_in_their_place(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

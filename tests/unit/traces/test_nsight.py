@@ -148,19 +148,16 @@ def test_another_database_is_refused_by_name(tmp_path: Path) -> None:
         _ = Trace(path).gpu
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("report.nsys-rep", b"\x00\x01binary", "nsys export --type sqlite"),
-        ("host.xplane.pb", b"\x0a\x93\x02/host:CPU", "XPlane of JAX"),
-        ("results.json", b'{"rocprofiler-sdk-tool": [{}]}', "rocprofv3"),
-        ("snapshot.pickle", b"\x80\x04\x95", "trace memory"),
-        ("jax.trace.json", json.dumps({"traceEvents": [
-            {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
-            {"ph": "X", "pid": 1, "tid": 2, "ts": 1.0, "dur": 2.0, "name": "fusion.3"},
-        ]}).encode(), "JAX"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("report.nsys-rep", b"\x00\x01binary", "nsys export --type sqlite"),
+    ("host.xplane.pb", b"\x0a\x93\x02/host:CPU", "XPlane of JAX"),
+    ("results.json", b'{"rocprofiler-sdk-tool": [{}]}', "rocprofv3"),
+    ("snapshot.pickle", b"\x80\x04\x95", "trace memory"),
+    ("jax.trace.json", json.dumps({"traceEvents": [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
+        {"ph": "X", "pid": 1, "tid": 2, "ts": 1.0, "dur": 2.0, "name": "fusion.3"},
+    ]}).encode(), "JAX"),
+])  # fmt: skip
 def test_what_is_not_read_is_refused_by_the_name_of_its_format(
     name: str, content: bytes, said: str, tmp_path: Path
 ) -> None:
@@ -270,14 +267,11 @@ def test_report_shows_counters_and_graph_nodes(
     assert "512.5" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        counter("a", 1.0, {}), counter("a", 1.0, {"x": 1, "y": 2}), counter("a", 1.0, {"": "x"}),
-        counter("a", 1.0, {"": None}), counter("a", 1.0, [1]), counter("a", 1.0, {"": 1}, "CPU"),
-        counter("a", 1.0, {"": 1}, "GPU 99999999 Counters"), counter("a", 1.0, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("odd", [
+    counter("a", 1.0, {}), counter("a", 1.0, {"x": 1, "y": 2}), counter("a", 1.0, {"": "x"}),
+    counter("a", 1.0, {"": None}), counter("a", 1.0, [1]), counter("a", 1.0, {"": 1}, "CPU"),
+    counter("a", 1.0, {"": 1}, "GPU 99999999 Counters"), counter("a", 1.0, None),
+])  # fmt: skip
 def test_other_counters_are_counted_and_not_read(tmp_path: Path, odd: Event) -> None:
     trace = Trace(write(tmp_path / "trace.json", odd))
     assert trace.gpu_counters.height == 3

@@ -15,24 +15,21 @@ from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.unit.traces.texts import compact, op
 
 
-@pytest.mark.parametrize(
-    ("name", "rank"),
-    [
-        ("rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz", 0),
-        ("worker0_step_12.1694128201545.pt.trace.json.gz", 0),
-        ("worker7.1623143089861.pt.trace.json", 7),
-        ("sampled_rank-1.json.gz", 1),
-        ("trace_rank_12.json", 12),
-        ("host_123.rank7.json", 7),
-        ("RANK3.json", 3),
-        ("host_4711.1694128201545.pt.trace.json", None),
-        ("worker-0_4711.1694128201545.pt.trace.json", None),
-        ("job-worker-1_4711.1694128201545.pt.trace.json", None),
-        ("frank-3.json", None),
-        ("rank-20231103120000.json", None),
-        ("trace.json", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "rank"), [
+    ("rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz", 0),
+    ("worker0_step_12.1694128201545.pt.trace.json.gz", 0),
+    ("worker7.1623143089861.pt.trace.json", 7),
+    ("sampled_rank-1.json.gz", 1),
+    ("trace_rank_12.json", 12),
+    ("host_123.rank7.json", 7),
+    ("RANK3.json", 3),
+    ("host_4711.1694128201545.pt.trace.json", None),
+    ("worker-0_4711.1694128201545.pt.trace.json", None),
+    ("job-worker-1_4711.1694128201545.pt.trace.json", None),
+    ("frank-3.json", None),
+    ("rank-20231103120000.json", None),
+    ("trace.json", None),
+])  # fmt: skip
 def test_name_states_a_rank(name: str, rank: int | None) -> None:
     assert rank_in_name(name) == rank
 
@@ -109,9 +106,7 @@ def test_only_traces_are_found(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
     assert [path.name for path in trace_files(tmp_path)] == ["a.json.gz", "b.json"]
     assert trace_files(tmp_path / "a.txt") == [tmp_path / "a.txt"]
-
-
-def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing"):
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "missing"):
         with pytest.raises(TraceFormatError, match=str(path)):
             trace_files(path)

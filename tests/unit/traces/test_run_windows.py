@@ -192,13 +192,10 @@ def test_sidecar_holds_the_ranges_in_a_few_bytes_each() -> None:
     assert len(packed) < 600_000
 
 
-@pytest.mark.parametrize(
-    "packed",
-    [
-        None, 3, "", "null", "{}", "[1]", "[[0,1]]", "[[2,1,1]]", '[["a",1,1]]', "[[0,Infinity,1]]",
-        "[[0,NaN,1]]", "[" * 100_000, '[[0,"x",1]]', "[null]",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("packed", [
+    None, 3, "", "null", "{}", "[1]", "[[0,1]]", "[[2,1,1]]", '[["a",1,1]]', "[[0,Infinity,1]]",
+    "[[0,NaN,1]]", "[" * 100_000, '[[0,"x",1]]', "[null]",
+])  # fmt: skip
 def test_damaged_ranges_are_none(packed: object) -> None:
     assert parse_ranges(packed, since_ns=WALL_NS) == []
     assert parse_ranges("[[0,1,1]]", since_ns=None) == []
