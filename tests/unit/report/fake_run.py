@@ -86,19 +86,11 @@ class FakeRun(RunFrames):
         return pl.DataFrame(self.rank_rows, schema=RANK_SCHEMA)
 
     def add_rank(self, rank: int, *, gpu: bool = False) -> None:
-        self.rank_rows.append(
-            {
-                "rank": rank,
-                "attempt": 0,
-                "host": "node-1",
-                "pid": 4000 + rank,
-                "world_size": 2,
-                "python": "3.11.2",
-                "torch": "2.13.0",
-                "device": "cuda" if gpu else "cpu",
-                "notes": [],
-            }
-        )
+        self.rank_rows.append({
+            "rank": rank, "attempt": 0, "host": "node-1", "pid": 4000 + rank, "world_size": 2,
+            "python": "3.11.2", "torch": "2.13.0", "device": "cuda" if gpu else "cpu",
+            "notes": [],
+        })  # fmt: skip
 
     def add_step(self, rank: int, step: int, start_ns: int, phases_ms: tuple[float, ...]) -> int:
         """Appends a step with the five phases' host times in ms; returns its end."""
@@ -107,21 +99,19 @@ class FakeRun(RunFrames):
             for phase, ms in zip(PHASES, phases_ms, strict=True)
         }
         step_ns = sum(times.values())
-        self.step_rows.append(
-            {
-                "rank": rank,
-                "attempt": 0,
-                "step": step,
-                "start_ns": start_ns,
-                "step_ns": step_ns,
-                **times,
-                "micro_step_count": 1,
-                "optimizer_step_count": 1,
-                "skipped": False,
-                "boundary": "dataloader",
-                "confidence": 1.0,
-            }
-        )
+        self.step_rows.append({
+            "rank": rank,
+            "attempt": 0,
+            "step": step,
+            "start_ns": start_ns,
+            "step_ns": step_ns,
+            **times,
+            "micro_step_count": 1,
+            "optimizer_step_count": 1,
+            "skipped": False,
+            "boundary": "dataloader",
+            "confidence": 1.0,
+        })  # fmt: skip
         return start_ns + step_ns
 
     def add_sample(
@@ -134,18 +124,10 @@ class FakeRun(RunFrames):
         rank: int | None = None,
         gpu: int | None = None,
     ) -> None:
-        self.counter_rows.append(
-            {
-                "time_ns": time_ns,
-                "host": "node-1",
-                "source": source,
-                "rank": rank,
-                "gpu": gpu,
-                "metric": metric,
-                "unit": "",
-                "value": value,
-            }
-        )
+        self.counter_rows.append({
+            "time_ns": time_ns, "host": "node-1", "source": source, "rank": rank, "gpu": gpu,
+            "metric": metric, "unit": "", "value": value,
+        })  # fmt: skip
 
 
 def frame_digest(judged: pl.DataFrame, counters: pl.DataFrame) -> CounterDigest:
@@ -160,25 +142,19 @@ def frame_digest(judged: pl.DataFrame, counters: pl.DataFrame) -> CounterDigest:
     times = counters["time_ns"].sort()
     return CounterDigest(
         span=(times[0], times[-1]) if len(times) else None,
-        present=set(counters.select("source", "metric").rows()),
-        stats=stats,
-        windows=None,
-    )
+        present=set(counters.select("source", "metric").rows()), stats=stats, windows=None,
+    )  # fmt: skip
 
 
 def empty_run(folder: Path, **manifest: object) -> FakeRun:
     """A run directory with a manifest and nothing else; it ended well unless told otherwise."""
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, object] = {
-        "haiprof_version": "0.1.0",
-        "name": "train",
-        "command": ["python", "train.py", "--lr", "0.1"],
-        "host": socket.gethostname(),
-        "launcher_pid": os.getpid(),
-        "start_wall_ns": START_NS - 3 * NS_PER_S,
-        "end_wall_ns": START_NS + 60 * NS_PER_S,
-        "exit_status": 0,
-    }
+        "haiprof_version": "0.1.0", "name": "train",
+        "command": ["python", "train.py", "--lr", "0.1"], "host": socket.gethostname(),
+        "launcher_pid": os.getpid(), "start_wall_ns": START_NS - 3 * NS_PER_S,
+        "end_wall_ns": START_NS + 60 * NS_PER_S, "exit_status": 0,
+    }  # fmt: skip
     run = RunPaths(folder)
     write_manifest(run, Manifest(**{**values, **manifest}))  # type: ignore[arg-type]
     return FakeRun(folder)
@@ -221,12 +197,6 @@ def _add_samples(data: FakeRun, time_ns: int, second: int, *, gpu: bool) -> None
 
 def _span(rank: int, phase: str, start_ns: int, duration_ns: int) -> dict[str, object]:
     return {
-        "rank": rank,
-        "attempt": 0,
-        "step": None,
-        "phase": phase,
-        "name": None,
-        "start_ns": start_ns,
-        "duration_ns": duration_ns,
-        "self_ns": duration_ns,
-    }
+        "rank": rank, "attempt": 0, "step": None, "phase": phase, "name": None,
+        "start_ns": start_ns, "duration_ns": duration_ns, "self_ns": duration_ns,
+    }  # fmt: skip

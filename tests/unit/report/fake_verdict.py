@@ -6,12 +6,9 @@ from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.verdict import Cost, Events, Evidence, Finding, Verdict
 
 SPLIT = {
-    "dataloader": 2.0 * NS_PER_MS,
-    "forward": 139.0 * NS_PER_MS,
-    "backward": 47.0 * NS_PER_MS,
-    "optimizer": 9.0 * NS_PER_MS,
-    "other": None,
-}
+    "dataloader": 2.0 * NS_PER_MS, "forward": 139.0 * NS_PER_MS, "backward": 47.0 * NS_PER_MS,
+    "optimizer": 9.0 * NS_PER_MS, "other": None,
+}  # fmt: skip
 FORWARD_BOUND = Finding(
     rule="forward_bound",
     severity="critical",
@@ -56,11 +53,9 @@ def fake_verdict(*findings: Finding) -> Verdict:
         compile_ns=0,
         events={"gc": Events(count=12, total_ns=80 * NS_PER_MS, longest_ns=20 * NS_PER_MS)},
         cost=Cost(
-            hook_ns_per_step=9_400.0,
-            hook_ratio=0.000_05,
-            threads_cpu_ratio=0.001,
+            hook_ns_per_step=9_400.0, hook_ratio=0.000_05, threads_cpu_ratio=0.001,
             agent_cpu_ratio=0.004,
         ),
         next_command="haiprof verdict rank haiprof-logs/train-1 0",
         notes=("ranks/1/phases.rec: cut 5 bytes of a torn last record",),
-    )
+    )  # fmt: skip

@@ -103,7 +103,9 @@ def metrics(request: ExportMetricsServiceRequest) -> dict[tuple[Any, str], Any]:
 # -- Prometheus -------------------------------------------------------------------------------
 
 
-def test_prometheus_holds_last_values_as_they_were_read(run: RunPaths) -> None:
+def test_prometheus_holds_last_values_as_they_were_read_and_leaves_out_missing_ones(
+    run: RunPaths,
+) -> None:
     families = scraped(exported(run, "prometheus"))
     cpu = families["system_cpu_time_seconds"]
     assert cpu.type == "counter"
@@ -112,10 +114,6 @@ def test_prometheus_holds_last_values_as_they_were_read(run: RunPaths) -> None:
     assert sample.value == 7.25
     assert sample.timestamp == pytest.approx(wall(1) / SECOND)
     assert sample.labels == {"run": "job-1", "host": NODE, "cpu_mode": "user"}
-
-
-def test_prometheus_leaves_out_what_is_missing(run: RunPaths) -> None:
-    families = scraped(exported(run, "prometheus"))
     (available,) = families["system_memory_linux_available_bytes"].samples
     assert available.timestamp == pytest.approx(wall(0) / SECOND)  # the last sample that had one
     assert "haiprof_gpu_power_watts" not in families
@@ -209,18 +207,11 @@ def test_otlp_points_hold_every_sample_and_its_time(run: RunPaths) -> None:
     assert [p.time_unix_nano for p in points] == [wall(0), wall(1)]
     assert [p.start_time_unix_nano for p in points] == [wall(0), wall(0)]
     assert attributes(points[0].attributes) == {"cpu.mode": "user"}
-
-
-def test_otlp_counter_that_was_set_back_begins_anew(run: RunPaths) -> None:
-    points = metrics(parsed(exported(run, "otlp-json")))[
-        100, "haiprof.process.cpu.time"
-    ].sum.data_points
-    assert [p.as_double for p in points] == [1.0, 2.0, 0.5, 1.0]
-    starts = [p.start_time_unix_nano for p in points]
-    assert starts == [wall(0), wall(0), wall(2), wall(2)]
-
-
-def test_otlp_integers_keep_every_bit(run: RunPaths) -> None:
+    assert found[100, "haiprof.process.thread.count"].WhichOneof("data") == "gauge"
+    memory = found[None, "system.memory.linux.available"]
+    assert memory.WhichOneof("data") == "sum"
+    assert not memory.sum.is_monotonic
+    assert len(memory.sum.data_points) == 1  # the second sample has none
     (point,) = metrics(parsed(exported(run, "otlp-json")))[
         None, "hw.gpu.memory.usage"
     ].sum.data_points
@@ -230,13 +221,13 @@ def test_otlp_integers_keep_every_bit(run: RunPaths) -> None:
     assert (own["hw.type"], own["hw.model"], own["haiprof.rank"]) == ("gpu", "H200", 0)
 
 
-def test_otlp_tells_gauges_from_what_adds_up(run: RunPaths) -> None:
-    found = metrics(parsed(exported(run, "otlp-json")))
-    assert found[100, "haiprof.process.thread.count"].WhichOneof("data") == "gauge"
-    memory = found[None, "system.memory.linux.available"]
-    assert memory.WhichOneof("data") == "sum"
-    assert not memory.sum.is_monotonic
-    assert len(memory.sum.data_points) == 1  # the second sample has none
+def test_otlp_counter_that_was_set_back_begins_anew(run: RunPaths) -> None:
+    points = metrics(parsed(exported(run, "otlp-json")))[
+        100, "haiprof.process.cpu.time"
+    ].sum.data_points
+    assert [p.as_double for p in points] == [1.0, 2.0, 0.5, 1.0]
+    starts = [p.start_time_unix_nano for p in points]
+    assert starts == [wall(0), wall(0), wall(2), wall(2)]
 
 
 def test_otlp_lines_are_requests_of_their_own(run: RunPaths) -> None:
@@ -266,6 +257,9 @@ def test_run_without_counters_exports_nothing_rather_than_zeros(tmp_path: Path) 
     assert exported(run, "prometheus") == ""
     assert json.loads(exported(run, "otlp-json")) == {"resourceMetrics": []}
     assert exported(run, "otlp-json", lines=True) == '{"resourceMetrics":[]}\n'
+    text = exported(run, "csv")
+    assert text.startswith("time_ns,host,source,")
+    assert text.count("\n") == 1
 
 
 def test_damaged_counts_are_left_out(tmp_path: Path) -> None:
@@ -297,12 +291,6 @@ def test_csv_and_parquet_hold_the_frame(run: RunPaths, tmp_path: Path, what: str
     done = write_export(out, "parquet", path, what=what, force=False, stdout=stdout)
     assert pl.read_parquet(path).equals(frame)
     assert (done.count, done.unit) == (frame.height, "rows")
-
-
-def test_csv_without_rows_is_its_header(tmp_path: Path) -> None:
-    text = exported(write_run(tmp_path / "empty"), "csv")
-    assert text.startswith("time_ns,host,source,")
-    assert text.count("\n") == 1
 
 
 # -- files ------------------------------------------------------------------------------------
@@ -368,14 +356,10 @@ PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 TARGETS = [(panel, target) for panel in PANELS for target in panel["targets"]]
 # Grafana's unit of a panel -> the unit of what it draws, and whether that is a rate of a counter.
 UNITS = {
-    "Bps": {("By", True)},
-    "bytes": {("By", False)},
-    "percentunit": {("1", False), ("s", True)},
-    "watt": {("W", False)},
-    "hertz": {("Hz", False)},
-    "celsius": {("Cel", False)},
+    "Bps": {("By", True)}, "bytes": {("By", False)}, "percentunit": {("1", False), ("s", True)},
+    "watt": {("W", False)}, "hertz": {("Hz", False)}, "celsius": {("Cel", False)},
     "s": {("s", True), ("{count}", True)},
-}
+}  # fmt: skip
 
 
 def asked(expression: str) -> list[str]:
@@ -408,14 +392,11 @@ def test_panel_asks_for_what_is_served(panel: dict[str, Any], target: dict[str, 
             assert (unit, rated) in UNITS[panel["fieldConfig"]["defaults"]["unit"]]
 
 
-def test_variables_ask_for_what_is_served() -> None:
+def test_variables_ask_for_what_is_served_and_panels_have_places_of_their_own() -> None:
     queries = [v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
     for query in queries:
         name, wanted = re.fullmatch(r"label_values\((\w+)(?:\{.*\})?, (\w+)\)", query).groups()  # type: ignore[union-attr]
         assert wanted in labels(name)
-
-
-def test_panels_have_numbers_and_places_of_their_own() -> None:
     numbers = [panel["id"] for panel in DASHBOARD["panels"]]
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in DASHBOARD["panels"]]
     assert len(set(numbers)) == len(numbers)

@@ -215,13 +215,10 @@ def test_collector_that_wants_too_long_a_pause_is_given_up(run: RunPaths) -> Non
     assert len(server.heads) == 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "what"),
-    [
-        ((400, {}, b"bad \x1b[31mrequest"), "HTTP 400: bad"), ((401, {}, b""), "HTTP 401"),
-        ((302, {"Location": "http://127.0.0.1:9/"}, b""), "HTTP 302"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "what"), [
+    ((400, {}, b"bad \x1b[31mrequest"), "HTTP 400: bad"), ((401, {}, b""), "HTTP 401"),
+    ((302, {"Location": "http://127.0.0.1:9/"}, b""), "HTTP 302"),
+])  # fmt: skip
 def test_refusal_is_final_and_what_was_sent_is_said(
     run: RunPaths, answer: object, what: str
 ) -> None:
@@ -294,33 +291,27 @@ def test_certificate_must_be_trusted(
         find_collector(url, missing)
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "environ", "url"),
-    [
-        (None, {}, f"{DEFAULT}/v1/metrics"),
-        ("http://c:4318", {}, "http://c:4318/v1/metrics"),
-        ("http://c:4318/", {}, "http://c:4318/v1/metrics"),
-        ("https://c/api/otlp", {}, "https://c/api/otlp"),
-        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c/otlp/"}, "http://c/otlp/v1/metrics"),
-        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c",
-                "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://m/x"}, "http://m/x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("endpoint", "environ", "url"), [
+    (None, {}, f"{DEFAULT}/v1/metrics"),
+    ("http://c:4318", {}, "http://c:4318/v1/metrics"),
+    ("http://c:4318/", {}, "http://c:4318/v1/metrics"),
+    ("https://c/api/otlp", {}, "https://c/api/otlp"),
+    (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c/otlp/"}, "http://c/otlp/v1/metrics"),
+    (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c",
+            "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://m/x"}, "http://m/x"),
+])  # fmt: skip
 def test_address_is_found_as_opentelemetry_says(
     endpoint: str | None, environ: Mapping[str, str], url: str
 ) -> None:
     assert find_collector(endpoint, environ).url == url
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "environ"),
-    [
-        ("collector:4318", {}), ("ftp://c", {}), ("http://", {}),
-        (None, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}),
-        (None, {"OTEL_EXPORTER_OTLP_TIMEOUT": "1s"}),
-        (None, {"OTEL_EXPORTER_OTLP_HEADERS": "a=b%0Ac"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("endpoint", "environ"), [
+    ("collector:4318", {}), ("ftp://c", {}), ("http://", {}),
+    (None, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}),
+    (None, {"OTEL_EXPORTER_OTLP_TIMEOUT": "1s"}),
+    (None, {"OTEL_EXPORTER_OTLP_HEADERS": "a=b%0Ac"}),
+])  # fmt: skip
 def test_what_cannot_be_read_is_one_error(endpoint: str | None, environ: Mapping[str, str]) -> None:
     with pytest.raises(UsageError):
         find_collector(endpoint, environ)

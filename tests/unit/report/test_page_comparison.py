@@ -94,13 +94,6 @@ def test_baseline_that_is_not_there_or_the_run_itself_is_one_error(
     assert not page.exists()
 
 
-def test_too_few_steps_are_not_judged_on_the_page_either(tmp_path: Path, before: Path) -> None:
-    short = write(tmp_path, "short", seed=3, step_count=15, second=2)
-    page = page_of(short, "--baseline", before)
-    assert "cannot be evaluated" in page.by_id("comparison").text
-    assert "undecided" in str([e.attributes.get("class") for e in page.all("p")])
-
-
 def test_hostile_surroundings_of_the_other_run_stay_text(before: Path, slower: Path) -> None:
     manifest = read_manifest(RunPaths(before))
     environment = {"git": {"commit": HOSTILE, "branch": HOSTILE}}

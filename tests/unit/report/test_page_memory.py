@@ -39,6 +39,10 @@ def test_host_memory_is_marked_where_it_was_highest(run: Path) -> None:
         assert cells["highest"] == cells["last"] == "20.0 GiB"  # it only grows
         assert cells["step"] == MISSING or 50 <= int(cells["step"]) < 60
         assert cells["phase"] in (*PHASES, MISSING)
+    missing = dict(read(run).missing)
+    assert missing["GPU memory"] == "no step was read of its allocator"
+    assert "--trace-memory" in missing["by operator and module"]
+    assert "none did" in missing["parameters, gradients and optimizer state"]
 
 
 def test_gpu_memory_is_told_apart_by_what_stays_and_what_a_step_adds(run: Path) -> None:
@@ -60,10 +64,3 @@ def test_gpu_memory_is_told_apart_by_what_stays_and_what_a_step_adds(run: Path) 
     assert (cells["reserved"], cells["limit"]) == ("12.0 GiB", "80.0 GiB")
     assert "Highest allocated so far" in titles(part)
     assert "GPU memory" not in dict(part.missing)
-
-
-def test_what_is_not_known_of_memory_has_its_reason(run: Path) -> None:
-    missing = dict(read(run).missing)
-    assert missing["GPU memory"] == "no step was read of its allocator"
-    assert "--trace-memory" in missing["by operator and module"]
-    assert "none did" in missing["parameters, gradients and optimizer state"]

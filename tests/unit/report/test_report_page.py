@@ -53,6 +53,16 @@ def test_verdict_comes_first_and_every_link_has_its_section(page: PageParts) -> 
     assert {"lines", "kernels", "traces"}.isdisjoint(sections)  # nothing was recorded for them
     links = [e.attributes["href"] for e in page.all("a")]
     assert [link for link in links[1:] if link] == [f"#{name}" for name in sections]
+    assert len(page.all("caption")) == len(page.all("table")) - len(
+        [e for e in page.all("table") if e.attributes.get("class") == "evidence"]
+    )
+    assert all(e.text for e in page.all("caption"))
+    reasons = page.by_id("environment").text
+    assert "no traces in this run" in reasons
+    assert "no stacks were sampled" in reasons
+    folded = [e for e in page.all("details") if e.text.startswith("Not measured")]
+    assert len(folded) == 1
+    assert "open" not in folded[0].attributes
 
 
 def test_numbers_of_the_verdict_are_those_of_the_command(run: Path, page: PageParts) -> None:
@@ -165,15 +175,6 @@ def test_run_without_steps_says_so(tmp_path: Path) -> None:
     assert page.numbers()["map"] is None
 
 
-def test_what_is_missing_has_its_reason(page: PageParts) -> None:
-    reasons = page.by_id("environment").text
-    assert "no traces in this run" in reasons
-    assert "no stacks were sampled" in reasons
-    folded = [e for e in page.all("details") if e.text.startswith("Not measured")]
-    assert len(folded) == 1
-    assert "open" not in folded[0].attributes
-
-
 def test_same_run_gives_the_same_page(run: Path) -> None:
     first, second = (report_html(page_content(Analyzer(run))) for _ in range(2))
     strip = re.compile(r"· (?:for|lasted) [^·]*")  # the age of a run that did not end
@@ -233,20 +234,10 @@ def test_bars_of_many_ranks_are_folded(tmp_path: Path) -> None:
     assert any(e.text.startswith("And 8 faster ranks") for e in page.all("details"))
 
 
-def test_every_table_has_a_caption(page: PageParts) -> None:
-    assert len(page.all("caption")) == len(page.all("table")) - len(
-        [e for e in page.all("table") if e.attributes.get("class") == "evidence"]
-    )
-    assert all(e.text for e in page.all("caption"))
-
-
-@pytest.mark.parametrize(
-    ("words", "shown", "hidden"),
-    [
-        (["overview"], {"overview", "ranks", "counters"}, {"lines", "environment"}),
-        (["rank", "3"], {"rank", "ranks", "phases"}, {"overview", "counters"}),
-    ],
-)
+@pytest.mark.parametrize(("words", "shown", "hidden"), [
+    (["overview"], {"overview", "ranks", "counters"}, {"lines", "environment"}),
+    (["rank", "3"], {"rank", "ranks", "phases"}, {"overview", "counters"}),
+])  # fmt: skip
 def test_overview_and_rank_are_parts_of_the_page(
     run: Path, tmp_path: Path, words: list[str], shown: set[str], hidden: set[str]
 ) -> None:

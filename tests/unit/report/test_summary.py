@@ -41,12 +41,6 @@ def test_overview_summary_has_what_was_put_in(tmp_path: Path) -> None:
     assert "InfiniBand" in found.missing
 
 
-def test_overview_has_the_mean_step_by_phase_and_the_median_beside_it(tmp_path: Path) -> None:
-    found = overview_summary(two_rank_run(tmp_path)).ranks[0]
-    assert sum(ns or 0.0 for ns in found.split_ns.values()) == pytest.approx(found.mean_step_ns)
-    assert (found.mean_step_ns or 0.0) > (found.median_step_ns or 0.0)  # of one slow step
-
-
 def test_ranks_have_the_mean_step_of_the_verdict(tmp_path: Path) -> None:
     run = Analyzer(write_many(tmp_path / "run", ranks=2, steps=60))
     found, verdict = overview_summary(run).ranks, diagnose(run)
@@ -58,27 +52,21 @@ def test_ranks_have_the_mean_step_of_the_verdict(tmp_path: Path) -> None:
         assert sum(rank.split_ns[phase] or 0.0 for rank in found) / 2 == pytest.approx(ns or 0.0)
 
 
-def test_overview_summary_without_gpu_is_null_with_a_reason(tmp_path: Path) -> None:
+def test_overview_summary_says_why_something_is_missing(tmp_path: Path) -> None:
     found = overview_summary(two_rank_run(tmp_path))
     assert found.ranks[0].gpu_utilization_ratio is None
     assert found.ranks[0].device_split_ns is None
     assert "GPU" in found.missing
-
-
-def test_overview_summary_takes_the_agents_reason(tmp_path: Path) -> None:
+    rank = found.ranks[0]
+    assert sum(ns or 0.0 for ns in rank.split_ns.values()) == pytest.approx(rank.mean_step_ns)
+    assert (rank.mean_step_ns or 0.0) > (rank.median_step_ns or 0.0)  # of one slow step
     data = two_rank_run(tmp_path)
     node = data.run.node("node-1")
     node.root.mkdir(parents=True)
     node.events.write_text('{"type":"counter_missing","source":"gpu","reason":"no NVML"}\n')
     assert overview_summary(data).missing["GPU"] == "no NVML"
-
-
-def test_overview_summary_recorder_left_out_is_the_reason(tmp_path: Path) -> None:
     data = empty_run(tmp_path, options={"recorder": ["phases", "host"]})
     assert "--recorder" in overview_summary(data).missing["processes"]
-
-
-def test_overview_summary_of_nothing_recorded_is_empty(tmp_path: Path) -> None:
     found = overview_summary(empty_run(tmp_path))
     assert (found.ranks, found.series, found.span) == ((), (), None)
 
@@ -144,9 +132,6 @@ def test_rank_summary_names_the_slow_step_and_its_phase(tmp_path: Path) -> None:
     slowest = one_rank_summary(two_rank_run(tmp_path), 0).slowest[0]
     assert (slowest.step, slowest.longest_excess) == (50, "dataloader")
     assert slowest.longest_excess_ns == 296 * NS_PER_MS
-
-
-def test_rank_summary_counts_pauses_and_saves(tmp_path: Path) -> None:
     events = {e.phase: e for e in one_rank_summary(two_rank_run(tmp_path), 0).events}
     assert (events["gc"].count, events["save"].total_ns) == (1, 900 * NS_PER_MS)
 
@@ -178,9 +163,6 @@ def test_points_last_step_of_a_running_job_waits(tmp_path: Path) -> None:
     data = two_rank_run(tmp_path, steps=3)
     points, _ = new_points(data.steps(), data.counters(), Progress(), complete=False)
     assert max(p.step for p in points if "step_ms" in p.values) == 1
-
-
-def test_points_carry_phases_in_ms_and_the_steps_time(tmp_path: Path) -> None:
     points, _ = new_points(
         two_rank_run(tmp_path).steps(), empty_run(tmp_path).counters(), Progress(), complete=True
     )
@@ -215,18 +197,15 @@ def header(folder: Path, **manifest: Any) -> RunHeader:
     return run_header(run, manifest_or_none(run))
 
 
-@pytest.mark.parametrize(
-    ("manifest", "state", "outcome", "duration_ns"),
-    [
-        pytest.param({}, "ended", "ended, exit 0", 63 * NS_PER_S, id="ended"),
-        pytest.param({"exit_status": None, "signal": "SIGTERM"}, "ended", "ended by SIGTERM",
-                     63 * NS_PER_S, id="signal"),
-        pytest.param({**GOES_ON, "start_wall_ns": NS_PER_S}, "killed", None, None,
-                     id="pid-of-a-younger-process"),
-        pytest.param({**GOES_ON, "launcher_pid": 2**22 + 1}, "killed", None, None,
-                     id="no-launcher"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("manifest", "state", "outcome", "duration_ns"), [
+    pytest.param({}, "ended", "ended, exit 0", 63 * NS_PER_S, id="ended"),
+    pytest.param({"exit_status": None, "signal": "SIGTERM"}, "ended", "ended by SIGTERM",
+                 63 * NS_PER_S, id="signal"),
+    pytest.param({**GOES_ON, "start_wall_ns": NS_PER_S}, "killed", None, None,
+                 id="pid-of-a-younger-process"),
+    pytest.param({**GOES_ON, "launcher_pid": 2**22 + 1}, "killed", None, None,
+                 id="no-launcher"),
+])  # fmt: skip
 def test_header_says_how_the_run_ended(
     tmp_path: Path, manifest: dict[str, Any], state: str, outcome: str | None, duration_ns: int
 ) -> None:

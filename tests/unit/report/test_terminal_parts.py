@@ -32,27 +32,24 @@ from haiprof.show.views.functions import stack_labels
 from haiprof.show.views.jobs import split_text
 
 
-@pytest.mark.parametrize(
-    ("found", "text"),
-    [
-        (value_text(12_300_000, "ns"), "12.3 ms"), (value_text(1.5 * 2**30, "bytes"), "1.50 GiB"),
-        (value_text(math.nan, "ns"), MISSING),
-        (value_text(0.37, "ratio"), "37 %"), (value_text(212.0, "watts"), "212 W"),
-        (value_text(0.9, "cores"), "0.90 cores"), (value_text(400.0, "count"), "400"),
-        (value_text(None, "ns"), MISSING), (number_text(None), MISSING),
-        (count_text(1, "rank"), "1 rank"), (count_text(0, "rank"), "0 ranks"),
-        (fine_ratio_text(0.000_17), "0.017 %"), (fine_ratio_text(0.0), "0.0 %"),
-        (fine_ratio_text(0.3), "30 %"),
-        (flops_text(14.68e6), "14.7 MFLOP"), (flops_text(999.4e6), "999 MFLOP"),
-        (flops_text(999.7e6), "1.00 GFLOP"), (flops_text(3.217e12), "3.22 TFLOP"),
-        (flops_text(12.0), "12.0 FLOP"), (prefix_text(2.31e12), "2.31 T"),
-        (time_unit(None)[0], "ms"), (time_unit(90e3)[0], "µs"), (time_unit(3e6)[0], "ms"),
-        (time_unit(900e6)[0], "ms"), (time_unit(30e9)[0], "s"),
-        (sparkline([0.0, None, 1.0]), "▁ ▇"), (sparkline([0.0, 0.0]), "▁▁"),
-        (sparkline([98.0, 100.0]), "▇▇"), (sparkline([0.5], top=1.0), "▄"),
-        (sparkline([]), ""), (sparkline([None, None]), "  "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("found", "text"), [
+    (value_text(12_300_000, "ns"), "12.3 ms"), (value_text(1.5 * 2**30, "bytes"), "1.50 GiB"),
+    (value_text(math.nan, "ns"), MISSING),
+    (value_text(0.37, "ratio"), "37 %"), (value_text(212.0, "watts"), "212 W"),
+    (value_text(0.9, "cores"), "0.90 cores"), (value_text(400.0, "count"), "400"),
+    (value_text(None, "ns"), MISSING), (number_text(None), MISSING),
+    (count_text(1, "rank"), "1 rank"), (count_text(0, "rank"), "0 ranks"),
+    (fine_ratio_text(0.000_17), "0.017 %"), (fine_ratio_text(0.0), "0.0 %"),
+    (fine_ratio_text(0.3), "30 %"),
+    (flops_text(14.68e6), "14.7 MFLOP"), (flops_text(999.4e6), "999 MFLOP"),
+    (flops_text(999.7e6), "1.00 GFLOP"), (flops_text(3.217e12), "3.22 TFLOP"),
+    (flops_text(12.0), "12.0 FLOP"), (prefix_text(2.31e12), "2.31 T"),
+    (time_unit(None)[0], "ms"), (time_unit(90e3)[0], "µs"), (time_unit(3e6)[0], "ms"),
+    (time_unit(900e6)[0], "ms"), (time_unit(30e9)[0], "s"),
+    (sparkline([0.0, None, 1.0]), "▁ ▇"), (sparkline([0.0, 0.0]), "▁▁"),
+    (sparkline([98.0, 100.0]), "▇▇"), (sparkline([0.5], top=1.0), "▄"),
+    (sparkline([]), ""), (sparkline([None, None]), "  "),
+])  # fmt: skip
 def test_numbers_are_written_so(found: str, text: str) -> None:
     assert found == text
 
@@ -116,15 +113,11 @@ SPAN = TimeRange(start_ns=0, end_ns=1000)
 PAUSE = [*range(0, 300, 10), *range(700, 1000, 10)]
 
 
-@pytest.mark.parametrize(
-    ("times", "values", "count", "expected"),
-    [
-        (PAUSE, [1.0] * 60, 10, [1.0] * 3 + [None] * 4 + [1.0] * 3),
-        ([0, 10, 20], [5.0, None, float("nan")], 1, [5.0]),
-        ([], [], 10, []),
-    ],
-    ids=["pause", "null-and-nan", "nothing"],
-)
+@pytest.mark.parametrize(("times", "values", "count", "expected"), [
+    (PAUSE, [1.0] * 60, 10, [1.0] * 3 + [None] * 4 + [1.0] * 3),
+    ([0, 10, 20], [5.0, None, float("nan")], 1, [5.0]),
+    ([], [], 10, []),
+], ids=["pause", "null-and-nan", "nothing"])  # fmt: skip
 def test_buckets_have_means_and_pauses_none(
     times: list[int], values: list[float | None], count: int, expected: Sequence[float | None]
 ) -> None:
@@ -172,15 +165,11 @@ def test_names_that_differ_at_their_ends_stay_apart_in_a_narrow_table() -> None:
 BOOT_NS, UNIX_NS = 470_591 * 3_600_000_000_000, 1_795_000_000_000_000_000
 
 
-@pytest.mark.parametrize(
-    ("column", "times", "texts"),
-    [
-        ("start_ns", [BOOT_NS, BOOT_NS + 5_000_000], ["5.00 ms"]),
-        ("time_ns", [39_088_000, 10_670_000], ["39.1 ms", "10.7 ms"]),
-        ("time_ns", [UNIX_NS, UNIX_NS + 5_000_000], ["5.00 ms"]),
-    ],
-    ids=["since-boot", "durations", "unix"],
-)
+@pytest.mark.parametrize(("column", "times", "texts"), [
+    ("start_ns", [BOOT_NS, BOOT_NS + 5_000_000], ["5.00 ms"]),
+    ("time_ns", [39_088_000, 10_670_000], ["39.1 ms", "10.7 ms"]),
+    ("time_ns", [UNIX_NS, UNIX_NS + 5_000_000], ["5.00 ms"]),
+], ids=["since-boot", "durations", "unix"])  # fmt: skip
 def test_durations_are_shown_as_they_are_and_moments_since_the_first(
     column: str, times: list[int], texts: list[str]
 ) -> None:
@@ -189,16 +178,13 @@ def test_durations_are_shown_as_they_are_and_moments_since_the_first(
     assert " h" not in text
 
 
-@pytest.mark.parametrize(
-    ("width", "titles", "last"),
-    [
-        (80, "pid time samples id", "training_of_a_large_model-20261123"),
-        (50, "pid time samples id", "training_of_a_large_model…"),
-        (40, "pid time id", "training_of_a_large_mode…"),
-        (30, "pid id", "training_of_a_large_mod…"),
-        (12, "pid id", "train…"),
-    ],
-)
+@pytest.mark.parametrize(("width", "titles", "last"), [
+    (80, "pid time samples id", "training_of_a_large_model-20261123"),
+    (50, "pid time samples id", "training_of_a_large_model…"),
+    (40, "pid time id", "training_of_a_large_mode…"),
+    (30, "pid id", "training_of_a_large_mod…"),
+    (12, "pid id", "train…"),
+])  # fmt: skip
 def test_columns_that_fit_are_whole(width: int, titles: str, last: str) -> None:
     rows = [("4711", "12.3 ms", "3 of 4", "training_of_a_large_model-20261123")]
     columns = ("pid", "time", "samples", "id")
@@ -216,17 +202,13 @@ END = "x.py(1): same|loader.py(3): next|loader.py(4): fetch|<built-in function s
 SLEEPS = "<built-in function sleep> < loader.py(4): fetch < loader.py(3): next < ... < "
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [
-        {"aten::mm": "aten::mm"},
-        {f"{ROOT}|torch/nn/modules/module.py(1): _call_impl|a/model.py(7): forward|aten::mm":
-         "aten::mm < model.py(7): forward < train.py(5): main < ..."},
-        {f"{ROOT}|train.py(30): first|{END}": f"{SLEEPS}train.py(30): first < ...",
-         f"{ROOT}|train.py(40): rest|{END}": f"{SLEEPS}train.py(40): rest < ..."},
-    ],
-    ids=["one", "own-frames", "same-end"],
-)  # fmt: skip
+@pytest.mark.parametrize("labels", [
+    {"aten::mm": "aten::mm"},
+    {f"{ROOT}|torch/nn/modules/module.py(1): _call_impl|a/model.py(7): forward|aten::mm":
+     "aten::mm < model.py(7): forward < train.py(5): main < ..."},
+    {f"{ROOT}|train.py(30): first|{END}": f"{SLEEPS}train.py(30): first < ...",
+     f"{ROOT}|train.py(40): rest|{END}": f"{SLEEPS}train.py(40): rest < ..."},
+], ids=["one", "own-frames", "same-end"])  # fmt: skip
 def test_labels_of_stacks_are_short_and_differ_where_stacks_do(labels: dict[str, str]) -> None:
     assert stack_labels(list(labels)) == labels
 

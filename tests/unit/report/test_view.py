@@ -103,7 +103,9 @@ def test_nothing_can_be_changed(run: Path, method: str) -> None:
     assert getattr(make_client(run), method)("/").status_code == 405
 
 
-def test_json_is_what_the_commands_say(run: Path) -> None:
+def test_json_is_what_the_commands_say_and_a_damaged_run_is_one_line(
+    run: Path, tmp_path: Path
+) -> None:
     client = make_client(run)
     verdict = diagnose(Analyzer(run))
     answer = client.get("/verdict.json").get_json()
@@ -112,6 +114,11 @@ def test_json_is_what_the_commands_say(run: Path) -> None:
     steps = client.get("/steps.json?rank=1").get_json()
     assert [row["step"] for row in steps] == list(range(60))
     assert [row["rank"] for row in client.get("/ranks.json").get_json()] == [0, 1]
+    client = make_client(tmp_path / "gone")
+    answer = client.get("/")
+    assert answer.status_code == 503
+    assert str(tmp_path / "gone") in answer.text
+    assert "Traceback" not in answer.text
 
 
 def test_page_is_made_anew_when_the_run_has_grown(
@@ -135,14 +142,6 @@ def test_page_is_made_anew_when_the_run_has_grown(
     assert page.newest() is first  # a page is held for a while
     monkeypatch.setattr("haiprof.show.page.server._OLD_S", 0.0)
     assert page.newest() is not first
-
-
-def test_damaged_run_is_one_line_and_not_a_traceback(tmp_path: Path) -> None:
-    client = make_client(tmp_path / "gone")
-    answer = client.get("/")
-    assert answer.status_code == 503
-    assert str(tmp_path / "gone") in answer.text
-    assert "Traceback" not in answer.text
 
 
 def test_trace_opens_in_perfetto_by_its_number_alone(tmp_path: Path) -> None:

@@ -146,9 +146,6 @@ def test_rank_view_shows_phases_slow_steps_and_events(tmp_path: Path) -> None:
     for part in ("dataloader +296 ms", "2.85x", "garbage collection", "checkpoint save", "p95",
                  "after optimizer"):  # fmt: skip
         assert part in text
-
-
-def test_rank_view_without_steps_still_shows_the_process(tmp_path: Path) -> None:
     data = empty_run(tmp_path)
     data.add_rank(0)
     assert "pid 4000" in view_text(rank_view(one_rank_summary(data, 0)), width=100)
@@ -212,9 +209,6 @@ def test_saved_verdict_is_json_and_the_card(tmp_path: Path) -> None:
     save_verdict(fake_verdict(FORWARD_BOUND), header(data), data.run)
     assert '"slug": "forward_bound"' in data.run.verdict_json.read_text()
     assert FORWARD_BOUND.title in data.run.verdict_text.read_text()
-
-
-def test_card_svg_holds_the_card(tmp_path: Path) -> None:
     path = save_card_svg(fake_verdict(), header(empty_run(tmp_path)), tmp_path / "card.svg")
     text = path.read_text()
     assert text.startswith("<svg")
