@@ -33,18 +33,12 @@ def test_long_answer_is_cut_and_says_what_is_missing() -> None:
     found = {"rows": [{"name": f"kernel_{n}", "time": n / 7} for n in range(5000)]}
     answer = json.loads(fit_answer(found, 500))
     assert len(answer["answer"]["rows"]["rows"]) + answer["left_out"]["rows"] == 5000
-
-
-def test_rows_of_a_cut_table_have_all_their_columns() -> None:
     names = [f"column_{n}" for n in range(40)]
-    found = {"columns": names, "rows": [list(range(40)) for _ in range(100)]}
-    answer = json.loads(fit_answer(found, 2000))
+    table = {"columns": names, "rows": [list(range(40)) for _ in range(100)]}
+    answer = json.loads(fit_answer(table, 2000))
     assert {len(row) for row in answer["answer"]["rows"]} == {40}
     assert len(answer["answer"]["columns"]) == 40
     assert len(answer["answer"]["rows"]) + answer["left_out"]["rows"] == 100
-
-
-def test_answer_that_cannot_be_cut_is_refused_with_what_it_needs() -> None:
     answer = json.loads(fit_answer({f"key_{n}": n for n in range(5000)}, 500))
     assert answer["cannot_answer"].startswith("because the answer has more than 500 tokens")
 
@@ -113,17 +107,14 @@ def test_comparison_as_markdown_has_a_table_of_accounts(log_dir: Path, run: Run)
     assert run("compare", *traces, "--format", "markdown").out.startswith("```text\n")
 
 
-def test_lines_of_a_rank_that_the_run_lacks_name_those_that_it_has(log_dir: Path, run: Run) -> None:
-    ran = run("verdict", "lines", log_dir / "two_ranks", "--rank", "7")
-    assert ran.status == 5
-    assert "the run has no rank 7" in ran.err
-
-
 def test_lines_take_a_rank_beside_the_run(log_dir: Path, run: Run) -> None:
     path = str(log_dir / "two_ranks")
     named = run("verdict", "lines", path, "--rank", "1", "--json").out
     for words in (["lines", path, "1"], ["lines", "1", path], [path, "lines", "1"]):
         assert run("verdict", *words, "--json").out == named
     ran = run("verdict", "lines", path, "7")
+    assert ran.status == 5
+    assert "the run has no rank 7" in ran.err
+    ran = run("verdict", "lines", log_dir / "two_ranks", "--rank", "7")
     assert ran.status == 5
     assert "the run has no rank 7" in ran.err

@@ -34,14 +34,10 @@ FORESEEN = {0, 2, 4, 5}
 
 def good() -> list[Event]:
     return [
-        step(1, 0, 100),
-        step(2, 100, 100),
-        event("aten::mm", "cpu_op", 3, 10),
-        launch(5, 5),
-        kernel("gemm", 10, 20, correlation=5),
-        launch(6, 105),
+        step(1, 0, 100), step(2, 100, 100), event("aten::mm", "cpu_op", 3, 10), launch(5, 5),
+        kernel("gemm", 10, 20, correlation=5), launch(6, 105),
         kernel("gemm", 110, 20, correlation=6),
-    ]
+    ]  # fmt: skip
 
 
 def text(events: object, **top: object) -> str:
@@ -188,14 +184,10 @@ class _Terminal(io.BytesIO):
         return True
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("query", "{}", "--csv", "select name, dur_ns from gpu"),
-        ("trace-table", "kernels", "{}", "--csv"),
-    ],
-    ids=lambda words: words[0],
-)
+@pytest.mark.parametrize("words", [
+    ("query", "{}", "--csv", "select name, dur_ns from gpu"),
+    ("trace-table", "kernels", "{}", "--csv"),
+], ids=lambda words: words[0])  # fmt: skip
 @pytest.mark.parametrize("stream", [io.BytesIO, _Terminal])
 def test_csv_steers_no_terminal_and_is_untouched_in_a_pipe(
     stream: type[io.BytesIO],

@@ -34,23 +34,20 @@ def read(line: str) -> dict[str, Any]:
     return read_arguments("example", parameters_of(example), shlex.split(line))
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("a", {}),
-        ("a 'select 1'", {"sql": "select 1"}),
-        ("--rank 3 a", {"rank": 3}),
-        ("a --rank=3", {"rank": 3}),
-        ("a -o f", {"output": Path("f")}),
-        ("a -of", {"output": Path("f")}),
-        ("a --env A --env B=1", {"env": ["A", "B=1"]}),
-        ("a --steps 7", {"steps": 7}),
-        ("a --trace-steps 7", {"steps": 7}),
-        ("a --no-pictures --json", {"pictures": False, "as_json": True}),
-        ("a -- --json", {"sql": "--json"}),
-        ("a -", {"sql": "-"}),
-    ],
-)
+@pytest.mark.parametrize(("line", "expected"), [
+    ("a", {}),
+    ("a 'select 1'", {"sql": "select 1"}),
+    ("--rank 3 a", {"rank": 3}),
+    ("a --rank=3", {"rank": 3}),
+    ("a -o f", {"output": Path("f")}),
+    ("a -of", {"output": Path("f")}),
+    ("a --env A --env B=1", {"env": ["A", "B=1"]}),
+    ("a --steps 7", {"steps": 7}),
+    ("a --trace-steps 7", {"steps": 7}),
+    ("a --no-pictures --json", {"pictures": False, "as_json": True}),
+    ("a -- --json", {"sql": "--json"}),
+    ("a -", {"sql": "-"}),
+])  # fmt: skip
 def test_command_line_is_read(line: str, expected: dict[str, Any]) -> None:
     defaults = {"sql": None, "rank": None, "output": None, "env": None, "peak": None, "steps": 5,
                 "pictures": True, "as_json": False}  # fmt: skip
@@ -65,18 +62,13 @@ def takes_a_command(
     """An example."""
 
 
-@pytest.mark.parametrize(
-    ("line", "words", "own"),
-    [
-        ("train.py --json --steps 3", "train.py --json --steps 3", []),
-        ("--steps 7 --json train.py --help", "train.py --help", ["--steps", "7", "--json"]),
-        ("--steps=7 train.py -- --lr 1", "train.py -- --lr 1", ["--steps=7"]),
-        ("--json -- -m pkg.train", "-m pkg.train", ["--json"]),
-    ],
-)
-def test_what_follows_the_first_word_of_a_job_is_the_jobs(
-    line: str, words: str, own: list[str]
-) -> None:
+@pytest.mark.parametrize(("line", "words", "own"), [
+    ("train.py --json --steps 3", "train.py --json --steps 3", []),
+    ("--steps 7 --json train.py --help", "train.py --help", ["--steps", "7", "--json"]),
+    ("--steps=7 train.py -- --lr 1", "train.py -- --lr 1", ["--steps=7"]),
+    ("--json -- -m pkg.train", "-m pkg.train", ["--json"]),
+])  # fmt: skip
+def test_what_follows_first_word_of_job_is_the_jobs(line: str, words: str, own: list[str]) -> None:
     parameters = parameters_of(takes_a_command)
     found = read_arguments("example", parameters, line.split())
     assert found["words"] == words.split()
@@ -91,19 +83,16 @@ def test_option_is_taken_from_its_environment_variable(monkeypatch: pytest.Monke
     assert read("a --peak x")["peak"] == "x"
 
 
-@pytest.mark.parametrize(
-    ("line", "said", "hint"),
-    [
-        ("", "example: TRACES is missing", "example --help"),
-        ("a b c", "unexpected argument 'c'", "--help"),
-        ("a --jsn", "no option '--jsn'", "did you mean --json?"),
-        ("a --nope", "no option '--nope'", "example --help"),
-        ("a --json=1", "--json takes no value", ""),
-        ("a --rank", "--rank needs a value", ""),
-        ("a --rank x", "--rank: expected a whole number, got 'x'", ""),
-        ("a --rank -1", "--rank -1: expected 0 or more", ""),
-    ],
-)
+@pytest.mark.parametrize(("line", "said", "hint"), [
+    ("", "example: TRACES is missing", "example --help"),
+    ("a b c", "unexpected argument 'c'", "--help"),
+    ("a --jsn", "no option '--jsn'", "did you mean --json?"),
+    ("a --nope", "no option '--nope'", "example --help"),
+    ("a --json=1", "--json takes no value", ""),
+    ("a --rank", "--rank needs a value", ""),
+    ("a --rank x", "--rank: expected a whole number, got 'x'", ""),
+    ("a --rank -1", "--rank -1: expected 0 or more", ""),
+])  # fmt: skip
 def test_command_line_that_does_not_fit_is_one_clear_error(line: str, said: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         read(line)
@@ -126,26 +115,23 @@ def test_every_command_is_found_by_both_names(name: str) -> None:
     assert all(each.name.isidentifier() for each in command_parameters(name))
 
 
-@pytest.mark.parametrize(
-    ("line", "name", "rest"),
-    [
-        ("verdict RUN --all", "verdict", "RUN --all"),
-        ("verdict rank RUN 3", "rank", "RUN 3"),
-        ("report RUN --serve --port 1", "view", "RUN --port 1"),
-        ("ls --live train.py", "top", "train.py"),
-        ("ls --running", "ps", ""),
-        ("ls --live --once", "top", "--once"),
-        ("compare a b --traces", "trace-diff", "a b"),
-        ("export RUN --to csv -o f", "export", "--to csv RUN -o f"),
-        ("export --to=chakra RUN", "chakra", "RUN"),
-        ("export RUN --format csv", "export", "RUN --format csv"),
-        ("copy RUN s3://b/runs", "put", "RUN s3://b/runs"),
-        ("copy s3://b/runs", "put", "s3://b/runs"),
-        ("copy s3://b/runs DIR", "fetch", "s3://b/runs -o DIR"),
-        ("copy s3://b/runs -o DIR", "fetch", "s3://b/runs -o DIR"),
-        ("trace memory x.json", "memory-timeline", "x.json"),
-    ],
-)
+@pytest.mark.parametrize(("line", "name", "rest"), [
+    ("verdict RUN --all", "verdict", "RUN --all"),
+    ("verdict rank RUN 3", "rank", "RUN 3"),
+    ("report RUN --serve --port 1", "view", "RUN --port 1"),
+    ("ls --live train.py", "top", "train.py"),
+    ("ls --running", "ps", ""),
+    ("ls --live --once", "top", "--once"),
+    ("compare a b --traces", "trace-diff", "a b"),
+    ("export RUN --to csv -o f", "export", "--to csv RUN -o f"),
+    ("export --to=chakra RUN", "chakra", "RUN"),
+    ("export RUN --format csv", "export", "RUN --format csv"),
+    ("copy RUN s3://b/runs", "put", "RUN s3://b/runs"),
+    ("copy s3://b/runs", "put", "s3://b/runs"),
+    ("copy s3://b/runs DIR", "fetch", "s3://b/runs -o DIR"),
+    ("copy s3://b/runs -o DIR", "fetch", "s3://b/runs -o DIR"),
+    ("trace memory x.json", "memory-timeline", "x.json"),
+])  # fmt: skip
 def test_new_spelling_means_the_command(line: str, name: str, rest: str) -> None:
     assert resolve(line.split()) == (name, rest.split())
 

@@ -129,16 +129,13 @@ SEEN = {"rank": 0, "pid": 7, "sample_count": 99, "shares": {"forward": 0.31, "ba
 
 
 @pytest.mark.parametrize("words", [["verdict"], ["lines"]], ids=" ".join)
-@pytest.mark.parametrize(
-    ("seen", "said"),
-    [
-        (SEEN, "backward in 66 % of 99 samples"),
-        (SEEN, "68 % at <module> (/home/me/train.py:13)"),
-        (SEEN, "haiprof attach --inject"),
-        ({"problem": "no py-spy"}, "rank 0: no stacks: no py-spy"),
-        ({"shares": [1], "hottest": [[1], 2, "ab"]}, "rank 0: no stacks: not known"),
-    ],
-)
+@pytest.mark.parametrize(("seen", "said"), [
+    (SEEN, "backward in 66 % of 99 samples"),
+    (SEEN, "68 % at <module> (/home/me/train.py:13)"),
+    (SEEN, "haiprof attach --inject"),
+    ({"problem": "no py-spy"}, "rank 0: no stacks: no py-spy"),
+    ({"shares": [1], "hottest": [[1], 2, "ab"]}, "rank 0: no stacks: not known"),
+])  # fmt: skip
 def test_run_that_was_sampled_from_outside_shows_its_samples(
     tmp_path: Path, run: Run, words: list[str], seen: dict[str, object], said: str
 ) -> None:
@@ -171,20 +168,16 @@ def test_verdict_save_writes_the_report(
     assert json.loads(job.verdict_json.read_text())["step_count"] == STEPS
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
-        (["overview", "/nowhere"], 3, "/nowhere"),
-        (["overview"], 3, "haiprof-logs"),
-        (["overview", "--bad"], 2, "--bad"),
-        (["rank", "one"], 3, "one: no such run"),
-        (["rank", "1", "2"], 2, "expected a directory and a rank"),
-        (["rank", "{run}", "7"], 5, "no rank 7"),
-        (["copy", "{run}", "nowhere"], 2, "error: copy: 'nowhere' is no address"),
-        (["overview", "{run}", "--html", "/nowhere/o.html"], 2, "/nowhere/o.html"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
+@pytest.mark.parametrize(("words", "status", "message"), [
+    (["overview", "/nowhere"], 3, "/nowhere"),
+    (["overview"], 3, "haiprof-logs"),
+    (["overview", "--bad"], 2, "--bad"),
+    (["rank", "one"], 3, "one: no such run"),
+    (["rank", "1", "2"], 2, "expected a directory and a rank"),
+    (["rank", "{run}", "7"], 5, "no rank 7"),
+    (["copy", "{run}", "nowhere"], 2, "error: copy: 'nowhere' is no address"),
+    (["overview", "{run}", "--html", "/nowhere/o.html"], 2, "/nowhere/o.html"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_error_is_one_line_and_a_status(
     job: RunPaths, words: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,18 +210,13 @@ def test_scalars_are_tensorboards_own_files(job: RunPaths, run: Run) -> None:
     assert {"step_ms", "forward_ms", "backward_ms", "optimizer_ms"} <= tags
 
 
-def test_scalars_without_tensorboard_name_the_extra(
+def test_missing_packages_are_named_with_their_extra(
     job: RunPaths, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     ran = run("scalars", job.root)
     assert ran.status == 6
     assert "pip install 'haiprof[tensorboard]'" in ran.err
-
-
-def test_serving_a_page_without_werkzeug_names_the_extra(
-    job: RunPaths, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
     monkeypatch.delitem(sys.modules, "haiprof.show.page.server", raising=False)
     monkeypatch.setitem(sys.modules, "werkzeug.wrappers", None)
     ran = run("report", "--serve", job.root, "--no-browser")
@@ -256,15 +244,12 @@ def test_job_that_is_not_named_is_told_and_of_several_one_must_be_named(
         the_job(None, [tmp_path / "logs"])
 
 
-def test_option_that_begins_a_command_of_the_group_is_suggested(run: Run) -> None:
-    ran = run("ls", "--liv")
-    assert ran.status == 2
-    assert "did you mean --live?" in ran.err
-
-
 def test_live_list_takes_a_log_directory(job: RunPaths, run: Run) -> None:
     ran = run("ls", job.root.parent, "--live", "--once")
     assert (ran.status, ran.err) == (0, "")
+    ran = run("ls", "--liv")
+    assert ran.status == 2
+    assert "did you mean --live?" in ran.err
 
 
 def test_a_folder_of_log_directories_names_them(tmp_path: Path, run: Run) -> None:

@@ -50,6 +50,9 @@ def test_equal_runs_pass(tmp_path: Path, before: Path, run: Run) -> None:
     status, out, _ = run("compare", before, after, "--fail-if-slower", "5%")
     assert status == 0
     assert out.startswith("no difference above")
+    status, _, err = run("compare", before, after, "--fail-if-slower", "0.1%")
+    assert status == UNDECIDED
+    assert "beyond the limit" in err
 
 
 def test_too_few_steps_cannot_be_judged(tmp_path: Path, before: Path, run: Run) -> None:
@@ -144,7 +147,7 @@ def test_run_left_out_is_the_newest_of_the_log_directory(
 
 
 def test_run_against_itself_and_limits_that_look_like_ratios_are_refused(
-    before: Path, run: Run
+    before: Path, run: Run, tmp_path: Path
 ) -> None:
     status, _, err = run("compare", before, before)
     assert status == 2
@@ -152,23 +155,9 @@ def test_run_against_itself_and_limits_that_look_like_ratios_are_refused(
     status, _, err = run("compare", before, before, "--fail-if-slower", "0.05")
     assert status == 2
     assert "hint: --fail-if-slower 5%" in err
-
-
-def test_first_run_and_a_baseline_that_is_not_there_say_what_to_do(
-    tmp_path: Path, before: Path, run: Run
-) -> None:
     status, _, err = run("compare", before, "--baseline", "last-good")
     assert status == UNDECIDED
     assert "the first run has none" in err
     status, _, err = run("compare", before, "--baseline", "last-bad")
     assert status == 3
     assert "last-good" in err
-
-
-def test_interval_beyond_the_limit_says_what_would_decide(
-    tmp_path: Path, before: Path, run: Run
-) -> None:
-    after = write(tmp_path, "after", seed=3)
-    status, _, err = run("compare", before, after, "--fail-if-slower", "0.1%")
-    assert status == UNDECIDED
-    assert "beyond the limit" in err

@@ -135,14 +135,11 @@ def kernels_in_turn(short_us: float, gap_us: float, long_us: float) -> list[Even
     return found
 
 
-@pytest.mark.parametrize(
-    ("short_us", "gap_us", "long_us", "said"),
-    [
-        (4, 1, 1000, None),
-        (4, 1, 40, "they and the gaps for launches take 13 % of the step: torch.compile fuses"),
-        (4, 60, 1000, "they and the gaps for launches take 11 % of the step: torch.compile fuses"),
-    ],
-)
+@pytest.mark.parametrize(("short_us", "gap_us", "long_us", "said"), [
+    (4, 1, 1000, None),
+    (4, 1, 40, "they and the gaps for launches take 13 % of the step: torch.compile fuses"),
+    (4, 60, 1000, "they and the gaps for launches take 11 % of the step: torch.compile fuses"),
+])  # fmt: skip
 def test_short_kernels_are_named_where_they_take_time(
     tmp_path: Path, run: Run, short_us: float, gap_us: float, long_us: float, said: str | None
 ) -> None:
@@ -301,9 +298,7 @@ def test_compare_of_traces_says_what_changed_on_the_device(
     assert found["headline"] == said
 
 
-def test_compare_of_traces_names_the_branch_of_the_call_tree_that_changed(
-    tmp_path: Path, run: Run
-) -> None:
+def test_compare_of_traces_names_branch_of_call_tree_that_changed(tmp_path: Path, run: Run) -> None:
     """Two layers launch a kernel each; that of one is slower, whose line has moved."""
     paths = []
     for name, line, us in (("a", 7, 50), ("b", 9, 350)):

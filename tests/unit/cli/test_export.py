@@ -80,20 +80,16 @@ def test_file_is_written_whole_and_named(
     assert {p.name for p in tmp_path.iterdir()} == {"haiprof-logs", "out"}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--format", "parquet"], "-o FILE"),
-        (["--format", "prometheus", "--what", "steps"], "counters only"),
-        (["--format", "otlp-json", "--what", "ranks"], "counters only"),
-        (["--format", "csv", "--lines"], "otlp-json"),
-        (["--to", "xml"], "--to: expected one of"),
-        (["--to", "perfeto"], "did you mean haiprof export --to perfetto?"),
-        (["-o", "/nowhere/out.csv"], "/nowhere/out.csv"),
-        (["-o", "haiprof-logs"], "not a regular file"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--format", "parquet"], "-o FILE"),
+    (["--format", "prometheus", "--what", "steps"], "counters only"),
+    (["--format", "otlp-json", "--what", "ranks"], "counters only"),
+    (["--format", "csv", "--lines"], "otlp-json"),
+    (["--to", "xml"], "--to: expected one of"),
+    (["--to", "perfeto"], "did you mean haiprof export --to perfetto?"),
+    (["-o", "/nowhere/out.csv"], "/nowhere/out.csv"),
+    (["-o", "haiprof-logs"], "not a regular file"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_what_does_not_go_together_is_refused(
     job: RunPaths, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,30 +138,30 @@ def test_old_name_and_new_name_say_the_same(logs: Path, capsys: pytest.CaptureFi
         assert capsys.readouterr().out == first
 
 
-def test_haiprof_alone_prints_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert haiprof([]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 10
-
-
 def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert haiprof(["help", "verdict", "rank"]) == 0
     assert "haiprof verdict rank" in capsys.readouterr().out
     assert haiprof(["help"]) == 0
     assert "Record: put haiprof in front" in capsys.readouterr().out
+    assert haiprof([]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 10
+    assert haiprof(["help", "foo"]) == 127
+    assert capsys.readouterr().err.splitlines()[0].endswith("unknown command 'foo'")
+    assert haiprof(["foo"]) == 127
+    assert "(and no such program or file)" in capsys.readouterr().err
+    assert haiprof(["completion", "tcsh"]) == 2
+    assert "bash, zsh, fish" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        (["verdct"], "haiprof verdict"),
-        (["overvew", "logs"], "haiprof verdict overview"),
-        (["logs"], "haiprof verdict logs"),
-        (["--tiem", "5", "train.py"], "--time"),
-        (["verdict", "--jsn"], "--json"),
-        (["trian.py"], "haiprof train.py"),
-        (["torchrn"], "haiprof torchrun"),
-    ],
-)
+@pytest.mark.parametrize(("words", "meant"), [
+    (["verdct"], "haiprof verdict"),
+    (["overvew", "logs"], "haiprof verdict overview"),
+    (["logs"], "haiprof verdict logs"),
+    (["--tiem", "5", "train.py"], "--time"),
+    (["verdict", "--jsn"], "--json"),
+    (["trian.py"], "haiprof train.py"),
+    (["torchrn"], "haiprof torchrun"),
+])  # fmt: skip
 def test_mistyped_word_is_told_and_starts_nothing(
     logs: Path, words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,11 +203,6 @@ def test_completion_names_every_command(shell: str, capsys: pytest.CaptureFixtur
     assert script == completion_script(shell)
 
 
-def test_completion_of_an_unknown_shell_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert haiprof(["completion", "tcsh"]) == 2
-    assert "bash, zsh, fish" in capsys.readouterr().err
-
-
 def test_only_a_file_that_is_really_near_is_suggested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,15 +219,12 @@ def test_only_a_file_that_is_really_near_is_suggested(
     assert "did you mean: haiprof verdict" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("line", "hint"),
-    [
-        ("--log-dir logs verdict", "haiprof verdict --log-dir logs"),
-        ("--log-dir=logs verdict rank 0", "haiprof verdict rank 0 --log-dir=logs"),
-        ("--log-dir logs --quiet verdict", "haiprof verdict --help"),
-        ("--log-dir logs no-such-program", ""),
-    ],
-)
+@pytest.mark.parametrize(("line", "hint"), [
+    ("--log-dir logs verdict", "haiprof verdict --log-dir logs"),
+    ("--log-dir=logs verdict rank 0", "haiprof verdict rank 0 --log-dir=logs"),
+    ("--log-dir logs --quiet verdict", "haiprof verdict --help"),
+    ("--log-dir logs no-such-program", ""),
+])  # fmt: skip
 def test_a_command_behind_options_is_told_where_it_stands(
     line: str, hint: str, logs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,10 +233,3 @@ def test_a_command_behind_options_is_told_where_it_stands(
     assert last.endswith(f"a command comes before its options: {hint}") is bool(hint)
     if "--log-dir" in hint:
         assert haiprof(hint.split()[1:]) == 0
-
-
-def test_help_of_no_command_speaks_of_no_program(capsys: pytest.CaptureFixture[str]) -> None:
-    assert haiprof(["help", "foo"]) == 127
-    assert capsys.readouterr().err.splitlines()[0].endswith("unknown command 'foo'")
-    assert haiprof(["foo"]) == 127
-    assert "(and no such program or file)" in capsys.readouterr().err

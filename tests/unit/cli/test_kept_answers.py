@@ -78,14 +78,11 @@ def test_answer_is_made_again_when_a_file_changes(job: RunPaths, run: Run) -> No
 
 
 def test_answer_of_another_version_is_not_believed(
-    job: RunPaths, monkeypatch: pytest.MonkeyPatch
+    job: RunPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = kept_answers.fingerprint(job)
     monkeypatch.setattr(kept_answers, "__version__", "0.0.1")
     assert kept_answers.fingerprint(job) != before
-
-
-def test_answer_in_a_copied_run_is_not_believed(job: RunPaths, tmp_path: Path) -> None:
     assert main(["verdict", str(job.root)]) == 0
     copy = RunPaths(tmp_path / "copy")
     shutil.copytree(job.root, copy.root)
@@ -176,9 +173,7 @@ def test_list_keeps_what_it_read_of_a_killed_run_too(job: RunPaths) -> None:
     assert (grown.step_count, grown.rank_count) == (50, 2)
 
 
-def test_list_reads_the_verdict_that_the_launcher_saved_at_the_end(
-    job: RunPaths, tmp_path: Path
-) -> None:
+def test_list_reads_verdict_that_launcher_saved_at_the_end(job: RunPaths, tmp_path: Path) -> None:
     assert main(["verdict", str(job.root), "--save"]) == 0
     shutil.copytree(job.root, tmp_path / "copies" / "job-1")
     (entry,) = run_list(job.root.parent)
@@ -204,9 +199,7 @@ def test_list_says_what_slows_a_run(
     assert entry.slowed_by == said
 
 
-def test_long_list_counts_the_newest_runs_and_the_others_when_asked(
-    job: RunPaths, run: Run
-) -> None:
+def test_long_list_counts_newest_runs_and_the_others_when_asked(job: RunPaths, run: Run) -> None:
     log_dir = job.root.parent
     other = ended_run(log_dir / "job-2")
     assert [entry.is_counted for entry in run_list(log_dir, limit_s=0)] == [False, False]

@@ -30,18 +30,11 @@ def ranks(tmp_path: Path) -> Path:
     folder = tmp_path / "traces"
     folder.mkdir()
     for rank in (0, 1):
-        rank_file(
-            folder,
-            rank,
-            [
-                step(1, 0, 100),
-                step(2, 100, 100),
-                launch(5, 5),
-                launch(6, 105),
-                kernel("gemm", 10, 20 * (rank + 1), correlation=5),
-                kernel("gemm", 110, 20 * (rank + 1), correlation=6),
-            ],
-        )
+        rank_file(folder, rank, [
+            step(1, 0, 100), step(2, 100, 100), launch(5, 5), launch(6, 105),
+            kernel("gemm", 10, 20 * (rank + 1), correlation=5),
+            kernel("gemm", 110, 20 * (rank + 1), correlation=6),
+        ])  # fmt: skip
     return folder
 
 
@@ -97,29 +90,25 @@ def test_report_as_csv_is_one_file_per_table(ranks: Path, tmp_path: Path, run: R
     assert pl.read_csv(folder / "temporal.csv").height == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
-        (["trace-report", "/nowhere.json"], 4, "/nowhere.json"),
-        (["trace-report", "{}", "--steps", "9:10"], 5, "it has 1 to 2"),
-        (["trace-report", "{}", "--steps", "x"], 2, "--steps x"),
-        (["trace-report", "{}", "--rank", "7"], 5, "no trace of rank 7"),
-        (["trace-report", "{}", "--cluster", "slurm:nodes=2"], 2, "nodes=2 is no option"),
-        (["trace-report", "{}", "--cluster", "head"], 2, "not an address"),
-        (["trace-report"], 3, "haiprof-logs"),
-        (["query", "{}"], 2, "--schema"),
-        (["trace-diff", "{}", "{}", "--fail-if-slower", "x"], 2, "--fail-if-slower x"),
-        (["critical-path", "{}", "--steps", "1", "--annotation", "a"], 2, "two windows"),
-        (["critical-path", "{}", "--rank", "7"], 5, "rank 7"),
-        (["memory-timeline", "{}"], 5, "no memory event"),
-        (["query", "{}", "select 1", "--schema"], 2, "--schema"),
-        (["query", "{}", "select 1", "--json", "--csv"], 2, "--json"),
-        (["query", "{}", "select nope from gpu"], 2, "no column 'nope'"),
-        (["query", "{}", "select * from read_csv('/etc/hosts')"], 2, "no files"),
-        (["query", "/nowhere", "select 1"], 4, "/nowhere"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
+@pytest.mark.parametrize(("words", "status", "message"), [
+    (["trace-report", "/nowhere.json"], 4, "/nowhere.json"),
+    (["trace-report", "{}", "--steps", "9:10"], 5, "it has 1 to 2"),
+    (["trace-report", "{}", "--steps", "x"], 2, "--steps x"),
+    (["trace-report", "{}", "--rank", "7"], 5, "no trace of rank 7"),
+    (["trace-report", "{}", "--cluster", "slurm:nodes=2"], 2, "nodes=2 is no option"),
+    (["trace-report", "{}", "--cluster", "head"], 2, "not an address"),
+    (["trace-report"], 3, "haiprof-logs"),
+    (["query", "{}"], 2, "--schema"),
+    (["trace-diff", "{}", "{}", "--fail-if-slower", "x"], 2, "--fail-if-slower x"),
+    (["critical-path", "{}", "--steps", "1", "--annotation", "a"], 2, "two windows"),
+    (["critical-path", "{}", "--rank", "7"], 5, "rank 7"),
+    (["memory-timeline", "{}"], 5, "no memory event"),
+    (["query", "{}", "select 1", "--schema"], 2, "--schema"),
+    (["query", "{}", "select 1", "--json", "--csv"], 2, "--json"),
+    (["query", "{}", "select nope from gpu"], 2, "no column 'nope'"),
+    (["query", "{}", "select * from read_csv('/etc/hosts')"], 2, "no files"),
+    (["query", "/nowhere", "select 1"], 4, "/nowhere"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_error_is_one_line_and_a_status(
     ranks: Path,
     words: list[str],
@@ -213,11 +202,8 @@ def test_query_schema_has_units_and_meanings(ranks: Path, run: Run) -> None:
     assert ["dur_ns", "Int64", "ns", "duration;", "0", "of", "what", "has", "none"] in rows
     found = run("query", ranks, "--schema", "--json").data
     assert found["tables"]["gpu"]["columns"][0] == {
-        "name": "rank",
-        "type": "Int64",
-        "unit": "",
-        "meaning": "of the trace",
-    }
+        "name": "rank", "type": "Int64", "unit": "", "meaning": "of the trace",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["dlrm_v100_8ranks", "tl_b200_r0of8_nccl", "tb_resnet50_nw0_v100"])
@@ -315,11 +301,9 @@ def allocation(ts_us: int, size: int, total: int, address: int) -> Event:
 
 def test_memory_timeline_names_the_peak(tmp_path: Path, run: Run) -> None:
     events = [
-        event("aten::empty", "cpu_op", 9, 5),
-        allocation(10, 1024, 2048, 1),
-        allocation(20, 1024, 3072, 2),
-        allocation(30, -1024, 2048, 1),
-    ]
+        event("aten::empty", "cpu_op", 9, 5), allocation(10, 1024, 2048, 1),
+        allocation(20, 1024, 3072, 2), allocation(30, -1024, 2048, 1),
+    ]  # fmt: skip
     rank_file(tmp_path, 0, events)
     status, out, _ = run("memory-timeline", tmp_path)
     assert status == 0
@@ -350,9 +334,7 @@ def test_traces_of_a_cpu_job_have_no_heading_over_dashes(tmp_path: Path, run: Ru
 
 
 @pytest.mark.parametrize("question", ["select 1", "--schema"])
-def test_query_of_a_file_that_is_no_trace_is_refused(
-    question: str, tmp_path: Path, run: Run
-) -> None:
+def test_query_of_file_that_is_no_trace_is_refused(question: str, tmp_path: Path, run: Run) -> None:
     (tmp_path / "tiny.py").write_text("print(1)")
     (tmp_path / "X.sqlite").write_bytes(b"SQLite format 3\0 and no more")
     for name in ("tiny.py", "X.sqlite"):

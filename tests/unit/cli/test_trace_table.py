@@ -78,15 +78,12 @@ def test_a_table_is_csv_whole_and_a_view_in_a_hundred_columns(trace: Path, run: 
     assert max(map(len, out.splitlines())) <= 100
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nothing"], "no table nothing"),
-        (["kernels", "--top", "3"], "takes no --top"),
-        (["sequences"], "of which operator"),
-        (["counter-traces", "--steps", "1"], "without --steps"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["nothing"], "no table nothing"),
+    (["kernels", "--top", "3"], "takes no --top"),
+    (["sequences"], "of which operator"),
+    (["counter-traces", "--steps", "1"], "without --steps"),
+])  # fmt: skip
 def test_what_does_not_fit_is_said(trace: Path, words: list[str], said: str, run: Run) -> None:
     name, *options = words
     ran = run("trace-table", name, trace, *options)

@@ -48,6 +48,8 @@ def test_what_if_says_first_how_well_it_reproduces_and_then_what_helps_most(
     assert order[0] == "loader"
     assert {"launches", "kernel", "operator"} <= set(order)
     assert max(map(len, out.splitlines())) <= 100
+    _, out, _ = run("what-if", trace, "--faster", "kernel=conv:2x")
+    assert "kernel conv 2x: it met nothing in these steps" in out
 
 
 def test_what_if_answers_what_was_asked_in_its_order(trace: Path, run: Run) -> None:
@@ -66,19 +68,11 @@ def test_what_if_answers_what_was_asked_in_its_order(trace: Path, run: Run) -> N
     ]
 
 
-def test_what_if_says_that_a_name_meets_nothing(trace: Path, run: Run) -> None:
-    _, out, _ = run("what-if", trace, "--faster", "kernel=conv:2x")
-    assert "kernel conv 2x: it met nothing in these steps" in out
-
-
-@pytest.mark.parametrize(
-    ("asked", "shown", "count"),
-    [
-        ("collective=all_reduce:2x", "collective all_reduce 2x", 73),
-        ("network:2x", "network 2x", 74),
-        ("kernel=nccl:2x", "kernel nccl 2x", 1),
-    ],
-)
+@pytest.mark.parametrize(("asked", "shown", "count"), [
+    ("collective=all_reduce:2x", "collective all_reduce 2x", 73),
+    ("network:2x", "network 2x", 74),
+    ("kernel=nccl:2x", "kernel nccl 2x", 1),
+])  # fmt: skip
 def test_what_if_says_what_one_rank_alone_cannot_change(
     asked: str, shown: str, count: int, run: Run
 ) -> None:
@@ -91,21 +85,17 @@ def test_what_if_says_what_one_rank_alone_cannot_change(
     assert said in found["notes"][-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
-        (["{}", "--faster", "gpu:2x"], 2, "--faster gpu:2x: not understood"),
-        (["{}", "--faster", "kernel:2x"], 2, "not understood"),
-        (["{}", "--faster", "kernel=(:2x"], 2, "no regular expression"),
-        (["{}", "--faster", "loader:0x"], 2, "0.0 times"),
-        (["{}", "--faster", "loader:..x"], 2, "no number"),
-        (["{}", "--faster", "rank=7"], 2, "rank 7 has no trace"),
-        (["{}", "--faster", "ranks"], 2, "no other rank"),
-        (["{}", "--steps", "7"], 5, "no step from 7"),
-        (["/nowhere"], 4, "/nowhere"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
+@pytest.mark.parametrize(("words", "status", "message"), [
+    (["{}", "--faster", "gpu:2x"], 2, "--faster gpu:2x: not understood"),
+    (["{}", "--faster", "kernel:2x"], 2, "not understood"),
+    (["{}", "--faster", "kernel=(:2x"], 2, "no regular expression"),
+    (["{}", "--faster", "loader:0x"], 2, "0.0 times"),
+    (["{}", "--faster", "loader:..x"], 2, "no number"),
+    (["{}", "--faster", "rank=7"], 2, "rank 7 has no trace"),
+    (["{}", "--faster", "ranks"], 2, "no other rank"),
+    (["{}", "--steps", "7"], 5, "no step from 7"),
+    (["/nowhere"], 4, "/nowhere"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_what_if_error_is_one_line(
     trace: Path, words: list[str], status: int, message: str, run: Run
 ) -> None:
@@ -114,18 +104,15 @@ def test_what_if_error_is_one_line(
     assert message in err.splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "change"),
-    [
-        ("kernel=gemm:2x", Change(kind="kernel", name="gemm", speedup=2)),
-        ("kernel=gemm", Change(kind="kernel", name="gemm")),
-        ("operator=aten::mm:1.5x", Change(kind="operator", name="aten::mm", speedup=1.5)),
-        ("operator=aten::2", Change(kind="operator", name="aten::2")),
-        ("network:1e3x", Change(kind="network", speedup=1000)),
-        ("rank=3", Change(kind=RANK, rank=3)),
-        ("ranks", Change(kind=RANK)),
-    ],
-)
+@pytest.mark.parametrize(("text", "change"), [
+    ("kernel=gemm:2x", Change(kind="kernel", name="gemm", speedup=2)),
+    ("kernel=gemm", Change(kind="kernel", name="gemm")),
+    ("operator=aten::mm:1.5x", Change(kind="operator", name="aten::mm", speedup=1.5)),
+    ("operator=aten::2", Change(kind="operator", name="aten::2")),
+    ("network:1e3x", Change(kind="network", speedup=1000)),
+    ("rank=3", Change(kind=RANK, rank=3)),
+    ("ranks", Change(kind=RANK)),
+])  # fmt: skip
 def test_change_is_read_as_it_is_written(text: str, change: Change) -> None:
     assert parse_change(text) == change
 
@@ -200,9 +187,7 @@ def test_host_time_outside_of_all_events_is_told_before_small_gains(
     assert "record Python stacks" not in said
 
 
-def test_a_change_that_makes_nothing_faster_is_no_shorter_and_steps_are_told_apart(
-    run: Run,
-) -> None:
+def test_change_that_makes_nothing_faster_is_no_shorter_and_steps_are_told_apart(run: Run) -> None:
     said = run("what-if", traces("tb_resnet50_nw0_v100"))[1]
     assert re.search(r"^  kernel .* 178 ms +no shorter", said, re.MULTILINE), said
     said = run("what-if", traces("tl_h100_qwen05_mem_stack")).said
