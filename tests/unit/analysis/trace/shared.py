@@ -31,6 +31,8 @@ FEW_TRACES = first_of(
     REAL_TRACES, "hta_sampled_2ranks_ws128", "tl_h100_qwen05_mem_stack", "tl_mi300_ddp_resnet18"
 )
 """Of several ranks, with stacks and memory, of another maker; the others as proofs."""
+ONE_TRACE = first_of(REAL_TRACES, "tl_h100_qwen05_mem_stack")
+"""For what each trace shows alike: one, the others as proofs."""
 # HTA counts waits (alexnet's cuda_sync) and an operator with a stream (B200) as GPU events.
 WITHOUT_D11 = tuple(name for name in REAL_TRACES if "simple_add" not in name and "b200" not in name)
 GPU_CATEGORIES = {"kernel", "Kernel", "gpu_memcpy", "Memcpy", "gpu_memset", "Memset"}

@@ -82,33 +82,6 @@ def test_overlap_is_the_hidden_share_of_communication(tmp_path: Path) -> None:
     assert overlap(trace).rows() == [(None,) * 5]
 
 
-def talks(name: str) -> bool:
-    """The reference knows NCCL's kernels alone (D25), and hides nothing of the others."""
-    return name.startswith("nccl") or "multimem_all_reduce" in name
-
-
-@pytest.mark.parametrize("name", FEW_TRACES)
-def test_overlap_is_exact_on_real_traces(name: str) -> None:
-    theirs = exact_intervals(name)
-    for rank, trace in ranks_of(name).items():
-        kernels = [each for each in events_of(trace.path) if "kernel" in each.category.lower()]
-        talk = [each for each in kernels if talks(each.name)]
-        compute = [each for each in kernels if not talks(each.name)]
-        parts = covered_by_hand(compute), covered_by_hand(talk)
-        both = sum(parts) - covered_by_hand(kernels)
-        found = overlap(trace).row(0, named=True)
-        assert (found["compute_ns"], found["communication_ns"], found["overlap_ns"]) == (
-            *parts, both
-        )  # fmt: skip
-        if talk and any(not each.name.startswith("nccl") for each in talk):
-            assert found["overlap_ratio"] == both / parts[1]
-        elif talk:
-            published = theirs[rank]["comm_comp_overlap_us"] / theirs[rank]["comm_us"]
-            assert found["overlap_ratio"] == pytest.approx(published, abs=5e-6)
-        else:
-            assert found["overlap_ratio"] is None
-
-
 @given(st.tuples(PAIRS, PAIRS, PAIRS))
 def test_combinations_are_those_of_sets(
     pairs: tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]],

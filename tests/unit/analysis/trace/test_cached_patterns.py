@@ -13,7 +13,7 @@ from polars.testing import assert_frame_equal
 from haiprof import TraceAnalysis
 from haiprof.trace_analysis.function_patterns import RankFunctions, cached_patterns, worker_pattern
 from haiprof.trace_format.kineto.rank_trace import Trace
-from tests.unit.analysis.trace.shared import FEW_TRACES, REAL_TRACES, traces
+from tests.unit.analysis.trace.shared import ONE_TRACE, REAL_TRACES, traces
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("name", FEW_TRACES)
+@pytest.mark.parametrize("name", ONE_TRACE)
 def test_pattern_is_the_same_when_it_comes_from_the_cache(name: str) -> None:
     path = next(iter(TraceAnalysis(traces(name)).files.values())).path
     pattern = worker_pattern(Trace(path))

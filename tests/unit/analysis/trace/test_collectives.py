@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from haiprof.show.views.trace_report import shown_tables
 from haiprof.trace_analysis.collectives import collective_kernels, kind_of
 from haiprof.trace_analysis.report import standard_report
 from haiprof.trace_analysis.what_if.replay import rank_as_others
-from haiprof.trace_format.kineto.rank_trace import Trace
 from tests.sampling import first_of
 from tests.unit.analysis.trace.shared import (
     ALL_REDUCE,
@@ -201,35 +198,6 @@ def test_kind_is_told_by_names_of_every_era(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-def nccl_of(path: Path) -> list[tuple[str, float, float]]:
-    """Name, start and end in us of the communication kernels of a file, by start."""
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    talk = [e for e in events if e.get("cat") == "kernel" and e["name"].startswith("nccl")]
-    return sorted(((e["name"], e["ts"], e["ts"] + e["dur"]) for e in talk), key=lambda e: e[1])
-
-
-def test_dlrm_collectives_equal_plain_arithmetic() -> None:
-    folder = traces("dlrm_v100_8ranks")
-    analysed = TraceAnalysis(folder)
-    plain = [nccl_of(path) for path in sorted(folder.iterdir())]
-    found = analysed.collectives()
-    assert found.height == 8
-    assert set(found["matched_by"]) == {"order"}
-    for number, row in enumerate(found.rows(named=True)):
-        of_ranks = [kernels[number] for kernels in plain]
-        assert len({name for name, *_ in of_ranks}) == 1
-        starts, ends = [start for _, start, _ in of_ranks], [end for *_, end in of_ranks]
-        assert row["start_skew_ns"] == (max(starts) - min(starts)) * 1000
-        assert row["transfer_ns"] == (max(ends) - max(starts)) * 1000
-        assert row["last_rank"] == starts.index(max(starts))
-    assert found["kind"].to_list() == ["all_to_all"] * 4 + [
-        "all_reduce", "all_to_all", "all_reduce", "all_reduce",
-    ]  # fmt: skip
-    offsets = analysed.clock_offsets()
-    assert offsets["offset_ns"].abs().to_numpy().max() <= 2_000  # one host: ranks leave together
-    assert not offsets["corrected"].any()
-
-
 def test_dlrm_stragglers_are_those_that_arrive_last() -> None:
     """HTA says 2 and 7: it drops kernels below 1 % of the step, those of who arrives last."""
     found = TraceAnalysis(traces("dlrm_v100_8ranks")).stragglers()
@@ -256,15 +224,6 @@ def test_collectives_of_one_rank_have_sizes_and_bandwidths_that_hold_the_waiting
     assert (row["bytes"], row["sized_count"], row["time_ns"]) == (8_000_000, 2, 400_000)
     assert row["algorithm_bandwidth_bytes_per_s"] == pytest.approx(8e6 / 400e-6)
     assert row["bus_bandwidth_bytes_per_s"] == pytest.approx(8e6 / 400e-6)
-
-
-def test_all_reduces_of_dlrm_have_the_sizes_of_the_spans_around_them() -> None:
-    """Their record_param_comms holds no shape; `nccl:all_reduce` around each does."""
-    found = collective_kernels(Trace(sorted(traces("dlrm_v100_8ranks").iterdir())[0]))
-    reduced = found.filter(pl.col("kind") == "all_reduce")
-    assert reduced.select("in_count", "dtype", "element_bytes").rows() == [
-        (394_241, "float", 4), (112, "float", 4), (226_960, "float", 4),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("said", "count", "dtype"), [

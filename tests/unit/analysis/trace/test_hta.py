@@ -22,6 +22,7 @@ from haiprof.compat.hta import HTA_NAMES, HtaMethods
 from haiprof.trace_analysis.pool import Serial
 from haiprof.trace_format.find import trace_files
 from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.sampling import first_of
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
     REAL_TRACES,
@@ -41,6 +42,7 @@ from tests.unit.analysis.trace.shared import (
 
 FLOAT_STAMPS = "hta_nsres_v100_r0of1"  # HTA holds its ns as float us since 1970: to 0.25 us
 D10 = "hta_diff_test_v100_r1of2"  # its 31 overlapping kernels are gaps of -115 us in all for HTA
+CHOSEN = ("hta_sampled_2ranks_ws128", "tl_h100_qwen05_mem_stack", "tl_mi300_ddp_resnet18")
 GRAPHS = (D10, "tl_b200_r0of8_nccl")  # launches of CUDA graphs, which HTA does not know (D16)
 WITHOUT_D16 = [name for name in REAL_TRACES if name not in GRAPHS]
 LAUNCHES_OF_CUDA = [name for name in REAL_TRACES if "diff" not in name and "mi300" not in name]
@@ -81,20 +83,20 @@ def assert_same(
                 assert mine == (None if hta is None else pytest.approx(hta, abs=near)), column
 
 
-@pytest.mark.parametrize("name", WITHOUT_D11)
+@pytest.mark.parametrize("name", first_of(WITHOUT_D11, *CHOSEN))
 def test_temporal_breakdown(name: str) -> None:
     ours = as_hta(name).get_temporal_breakdown()
     assert_same(ours, reference_frame(name, "get_temporal_breakdown"), ["rank"], pctg=0.006,
                 **{"(us)": 0.1})  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WITHOUT_D11)
+@pytest.mark.parametrize("name", first_of(WITHOUT_D11, *CHOSEN))
 def test_comm_comp_overlap(name: str) -> None:
     ours = as_hta(name).get_comm_comp_overlap()
     assert_same(ours, reference_frame(name, "get_comm_comp_overlap"), ["rank"], pctg=0.006)
 
 
-@pytest.mark.parametrize("name", WITHOUT_D11)
+@pytest.mark.parametrize("name", first_of(WITHOUT_D11, *CHOSEN))
 def test_idle_time_breakdown(name: str) -> None:
     theirs = reference_frame(name, "get_idle_time_breakdown.0")
     ours, spread = as_hta(name).get_idle_time_breakdown(show_idle_interval_stats=True)
@@ -113,7 +115,7 @@ def test_idle_time_breakdown(name: str) -> None:
         assert_same(ours, known, keys, idle_time=0.5, ratio=0.006)
 
 
-@pytest.mark.parametrize("name", WITHOUT_D11)
+@pytest.mark.parametrize("name", first_of(WITHOUT_D11, *CHOSEN))
 def test_gpu_kernel_breakdown(name: str) -> None:
     types = reference_frame(name, "get_gpu_kernel_breakdown_all.0")
     theirs = reference_frame(name, "get_gpu_kernel_breakdown_all.1")
@@ -138,7 +140,7 @@ def test_gpu_user_annotation_breakdown(name: str) -> None:
     assert_same(ours, theirs, ["name", "rank"])
 
 
-@pytest.mark.parametrize("name", WITHOUT_D16)
+@pytest.mark.parametrize("name", first_of(WITHOUT_D16, *CHOSEN))
 def test_queue_length_summary(name: str) -> None:
     """HTA leaves the order of changes within one us to chance, and so its mean and deviation."""
     theirs = described(name, "get_queue_length_summary")
@@ -150,7 +152,7 @@ def test_queue_length_summary(name: str) -> None:
     assert ((ours["mean"] - theirs["mean"]) > -1e-3).all()
 
 
-@pytest.mark.parametrize("name", [n for n in REAL_TRACES if n != D10])
+@pytest.mark.parametrize("name", first_of([n for n in REAL_TRACES if n != D10], *CHOSEN))
 def test_memory_bw_summary(name: str) -> None:
     theirs = described(name, "get_memory_bw_summary").fill_nan(None)
     ours = as_hta(name).get_memory_bw_summary()
@@ -159,7 +161,7 @@ def test_memory_bw_summary(name: str) -> None:
     assert_same(ours, theirs, ["rank", "name"], **dict.fromkeys(every, 1e-9))
 
 
-@pytest.mark.parametrize("name", LAUNCHES_OF_CUDA)
+@pytest.mark.parametrize("name", first_of(LAUNCHES_OF_CUDA, *CHOSEN))
 def test_cuda_kernel_launch_stats(name: str) -> None:
     theirs = reference_frame(name, "get_cuda_kernel_launch_stats.rank0")
     ours = as_hta(name).get_cuda_kernel_launch_stats(ranks=[0])[0]

@@ -16,7 +16,7 @@ from haiprof.trace_analysis import report, report_cache
 from haiprof.trace_analysis.report import TraceReport, standard_report
 from tests.sampling import first_of
 from tests.unit.analysis.trace.shared import (
-    FEW_TRACES,
+    ONE_TRACE,
     Counting,
     kernel,
     launch,
@@ -61,7 +61,7 @@ def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-@pytest.mark.parametrize("name", FEW_TRACES)
+@pytest.mark.parametrize("name", ONE_TRACE)
 def test_a_second_report_opens_no_trace_and_says_the_same(name: str) -> None:
     first, count = asked(traces(name))
     assert count == len(first.ranks)

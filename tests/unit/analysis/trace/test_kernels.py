@@ -33,7 +33,6 @@ from tests.unit.analysis.trace.shared import (
     rank_file,
     step,
     trace_of,
-    traces,
     write_trace,
 )
 
@@ -243,23 +242,6 @@ def test_commands_tell_geometries_apart(tmp_path: Path, capsys: pytest.CaptureFi
         assert main([*words, *more, "--geometry"]) == 0
         assert "gemm" in (text := capsys.readouterr().out)
         assert "<<<16x4, 256>>>" in text
-
-
-@pytest.mark.parametrize("name", ["hta_nsres_v100_r0of1", "tl_b200_r0of8_nccl"])
-def test_geometries_of_real_kernels_add_up_to_them(name: str) -> None:
-    analysis = TraceAnalysis(traces(name))
-    plain, asked = (
-        analysis.patterns(geometry=geometry).functions.with_columns(
-            pl.col("name").str.split(" <<<").list.first()
-        )
-        for geometry in (False, True)
-    )
-    assert asked.height > plain.height
-    sums = [
-        frame.group_by("kind", "name").agg(pl.col("count", "total_ns").sum()).sort("kind", "name")
-        for frame in (plain, asked)
-    ]
-    assert sums[0].equals(sums[1])
 
 
 def test_blocks_of_a_damaged_grid_are_not_known() -> None:

@@ -16,7 +16,7 @@ from haiprof.trace_analysis.pool import Serial
 from haiprof.trace_analysis.report import SECTIONS, TraceReport, standard_report
 from haiprof.trace_format.kineto.events import TABLES
 from tests.unit.analysis.trace.shared import (
-    FEW_TRACES,
+    ONE_TRACE,
     event,
     kernel,
     launch,
@@ -42,7 +42,7 @@ def two_ranks(folder: Path, *, launches_of: Sequence[int] = (0, 1)) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", FEW_TRACES)
+@pytest.mark.parametrize("name", ONE_TRACE)
 def test_tables_are_those_of_the_facade(name: str) -> None:
     report, analysis = standard_report(traces(name)), TraceAnalysis(traces(name))
     assert set(report.tables) | set(report.missing) >= set(SECTIONS)
@@ -52,7 +52,7 @@ def test_tables_are_those_of_the_facade(name: str) -> None:
     assert report.tables["kernels"]["sum_ns"].is_sorted(descending=True)
 
 
-@pytest.mark.parametrize("name", FEW_TRACES)
+@pytest.mark.parametrize("name", ONE_TRACE)
 def test_tables_are_plain(name: str) -> None:
     """No Enum reaches people, whose printed schema would be megabytes."""
     plain = {pl.Int64, pl.Float64, pl.String, pl.Boolean}

@@ -17,7 +17,7 @@ from haiprof.diagnosis.function_reports import function_reports
 from haiprof.trace_analysis.function_patterns import SIZE_LIMIT_BYTES, reduce_patterns
 from haiprof.trace_analysis.report import reduce_traces, standard_report
 from tests.unit.analysis.trace.shared import (
-    FEW_TRACES,
+    ONE_TRACE,
     event,
     kernel,
     launch,
@@ -96,7 +96,7 @@ def answer(path: Path) -> dict[str, Any]:
     return function_reports(TraceAnalysis(path).patterns()).as_json()
 
 
-@pytest.mark.parametrize("name", FEW_TRACES)
+@pytest.mark.parametrize("name", ONE_TRACE)
 def test_real_traces_may_be_discarded(tmp_path: Path, name: str) -> None:
     files = reduce_patterns(traces(name), tmp_path / "out")
     assert max(file.stat().st_size for file in files) <= SIZE_LIMIT_BYTES
