@@ -9,8 +9,9 @@ from tests.unit.cli import Ran, Run
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process."""
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command in this process, which says nothing of work that takes long."""
+    monkeypatch.setattr("haiprof.cli.shared._QUIET_S", 3600.0)
 
     def ran(*words: object) -> Ran:
         status = main([str(word) for word in words])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,18 @@ from haiprof.base.errors import UsageError
 from haiprof.cli.shared import parse_steps
 from haiprof.trace_analysis import report as report_module
 from haiprof.trace_analysis.report import SECTIONS
-from tests.unit.analysis.trace.shared import Event, event, kernel, launch, rank_file, step, traces
+from tests.sampling import first_of
+from tests.unit.analysis.trace.shared import (
+    REAL_TRACES,
+    Event,
+    event,
+    kernel,
+    launch,
+    rank_file,
+    step,
+    traces,
+    write_trace,
+)
 from tests.unit.cli import Run
 
 
@@ -69,9 +79,9 @@ def test_report_of_a_trace_without_anything_readable_is_one_error(
 
 
 def test_report_as_json_is_all_that_is_printed(ranks: Path, run: Run) -> None:
-    status, out, err = run("trace-report", ranks, "--json", "--steps", "2")
-    found = json.loads(out)
-    assert (status, err) == (0, "")
+    ran = run("trace-report", ranks, "--json", "--steps", "2")
+    found = ran.data
+    assert (ran.status, ran.err) == (0, "")
     assert (found["ranks"], found["steps"]) == ([0, 1], [2, 3])
     assert [row["compute_ns"] for row in found["tables"]["temporal"]] == [20_000, 40_000]
 
@@ -206,7 +216,7 @@ def test_query_schema_has_units_and_meanings(ranks: Path, run: Run) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["dlrm_v100_8ranks", "tl_b200_r0of8_nccl", "tb_resnet50_nw0_v100"])
+@pytest.mark.parametrize("name", first_of(REAL_TRACES, "dlrm_v100_8ranks"))
 def test_report_of_real_traces_fits_the_width(name: str, run: Run) -> None:
     status, out, _ = run("trace-report", traces(name))
     assert status == 0
@@ -230,14 +240,13 @@ def steps_of(folder: Path, times_us: Sequence[int]) -> Path:
 def test_comparison_of_one_step_each_says_what_is_known_and_has_no_empty_table(
     tmp_path: Path, run: Run
 ) -> None:
-    folders = []
-    for word, kernel_us in (("before", 60), ("after", 6)):
-        events = [step(1, 0, 90), event("aten::mm", "cpu_op", 0, 9), launch(1, 1),
-                  kernel("gemm", 10, kernel_us, correlation=1)]  # fmt: skip
-        folders.append(tmp_path / word)
-        folders[-1].mkdir()
-        rank_file(folders[-1], 0, events, world_size=1)
-    out = run("trace-diff", *folders).said
+    paths = [
+        write_trace(tmp_path / f"{us}.json", [
+            step(1, 0, 90), event("aten::mm", "cpu_op", 0, 9), launch(1, 1),
+            kernel("gemm", 10, us, correlation=1),
+        ]) for us in (60, 6)
+    ]  # fmt: skip
+    out = run("trace-diff", *paths).said
     assert out.startswith(
         "the same time; too few measurements to tell a difference from chance: 1 and 1 steps"
     )
@@ -282,10 +291,7 @@ def test_critical_path_adds_up(ranks: Path, tmp_path: Path, run: Run) -> None:
     assert "cudaLaunchKernel" in out
     written = Path(err.split("wrote ", 1)[1].strip())
     assert written.parent == tmp_path
-    text = (
-        gzip.decompress(written.read_bytes()) if written.suffix == ".gz" else written.read_bytes()
-    )
-    assert b"critical" in text
+    assert b"critical" in gzip.decompress(written.read_bytes())
     found = run(*words, "--json").data
     total = sum(row["duration_ns"] for row in found["summary"])
     assert total == found["end_ns"] - found["start_ns"]
@@ -313,7 +319,10 @@ def test_memory_timeline_names_the_peak(tmp_path: Path, run: Run) -> None:
     assert sum(row["size_bytes"] for row in found["at_peak"]) == 3072
 
 
-@pytest.mark.parametrize("name", ["tl_h100_qwen05_mem_stack", "tb_resnet50_nw0_v100"])
+@pytest.mark.parametrize(
+    "name",
+    first_of(["tl_h100_qwen05_mem_stack", "tb_resnet50_nw0_v100"], "tl_h100_qwen05_mem_stack"),
+)
 def test_memory_of_real_traces_fits_the_width(name: str, run: Run) -> None:
     status, out, _ = run("memory-timeline", traces(name))
     assert status == 0

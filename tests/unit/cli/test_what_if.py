@@ -10,7 +10,6 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from haiprof.base.errors import UsageError
 from haiprof.cli.trace_causes import parse_change
 from haiprof.trace_analysis.what_if.replay import RANK, Change
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
@@ -55,9 +54,7 @@ def test_what_if_says_first_how_well_it_reproduces_and_then_what_helps_most(
 def test_what_if_answers_what_was_asked_in_its_order(trace: Path, run: Run) -> None:
     asked = ("launches", "loader:5x", "kernel=gemm:2x", "operator=aten::mm:2x")
     words = [word for text in asked for word in ("--faster", text)]
-    status, out, _ = run("what-if", trace, *words, "--json")
-    found = json.loads(out)
-    assert status == 0
+    found = run("what-if", trace, *words, "--json").data
     assert (found["measured_step_ns"], found["error_ratio"]) == (1_000_000, 0.0)
     assert found["explained_step_ns"] == 1_000_000
     assert [(row["change"], row["predicted_step_ns"] // 1000) for row in found["predictions"]] == [
@@ -76,9 +73,7 @@ def test_what_if_answers_what_was_asked_in_its_order(trace: Path, run: Run) -> N
 def test_what_if_says_what_one_rank_alone_cannot_change(
     asked: str, shown: str, count: int, run: Run
 ) -> None:
-    path = traces("tl_b200_r0of8_nccl")
-    _, out, _ = run("what-if", path, "--faster", asked, "--json")
-    found = json.loads(out)
+    found = run("what-if", traces("tl_b200_r0of8_nccl"), "--faster", asked, "--json").data
     assert (found["predictions"][0]["held_count"], found["unmatched_count"]) == (count, 74)
     many = "collectives" if count > 1 else "collective"
     said = f"{shown}: it met {count} {many} that cannot be changed from one rank's trace"
@@ -92,6 +87,7 @@ def test_what_if_says_what_one_rank_alone_cannot_change(
     (["{}", "--faster", "loader:0x"], 2, "0.0 times"),
     (["{}", "--faster", "loader:..x"], 2, "no number"),
     (["{}", "--faster", "rank=7"], 2, "rank 7 has no trace"),
+    (["{}", "--faster", "rank=0:2x"], 2, "rank=0:2x: not understood"),
     (["{}", "--faster", "ranks"], 2, "no other rank"),
     (["{}", "--steps", "7"], 5, "no step from 7"),
     (["/nowhere"], 4, "/nowhere"),
@@ -119,8 +115,6 @@ def test_change_is_read_as_it_is_written(text: str, change: Change) -> None:
 
 def test_change_without_speed_takes_no_time() -> None:
     assert parse_change("loader").speedup == math.inf
-    with pytest.raises(UsageError):
-        parse_change("rank=3:2x")
 
 
 def test_tables_of_published_jobs_give_their_slowdowns(run: Run) -> None:
@@ -157,9 +151,8 @@ def test_host_time_outside_of_all_events_is_told_before_small_gains(
 ) -> None:
     """A job that sleeps for most of its step: a faster operator hardly helps."""
     rank_file(tmp_path, 0, [step(1, 0, 1000), event("aten::mm", "cpu_op", 100, 50)], world_size=1)
-    status, out, _ = run("what-if", tmp_path)
-    assert status == 0
-    assert "95 % of the step is host time outside of all recorded" in " ".join(out.split())
+    said = run("what-if", tmp_path).said
+    assert "95 % of the step is host time outside of all recorded" in said
     rank_file(tmp_path, 0, [
         step(1, 0, 1000), event("aten::mm", "cpu_op", 100, 50),
         event("train.py(3): augment", "python_function", 160, 800),

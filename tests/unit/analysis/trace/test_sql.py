@@ -165,9 +165,11 @@ def test_nothing_to_ask_is_an_error(tmp_path: Path) -> None:
 
 
 def test_real_traces_agree_with_the_frames() -> None:
-    tables = sql_tables(traces("dlrm_v100_8ranks"))
-    found = ask(tables, "select rank, sum(dur_ns) as ns from gpu group by rank order by rank")
-    own = TraceAnalysis(traces("dlrm_v100_8ranks")).traces
+    folder = traces("hta_sampled_2ranks_ws128")
+    found = ask(
+        sql_tables(folder), "select rank, sum(dur_ns) as ns from gpu group by rank order by rank"
+    )
+    own = TraceAnalysis(folder).traces
     assert found["ns"].to_list() == [trace.gpu["dur_ns"].sum() for trace in own.values()]
 
 
