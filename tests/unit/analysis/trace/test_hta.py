@@ -132,7 +132,9 @@ def test_gpu_kernel_breakdown(name: str) -> None:
     assert_same(by_name, theirs, ["kernel_type", "name", "rank"])
 
 
-@pytest.mark.parametrize("name", [n for n in REAL_TRACES if n.startswith("tl_") or "nsres" in n])
+@pytest.mark.parametrize(
+    "name", first_of([n for n in REAL_TRACES if n.startswith("tl_") or "nsres" in n], *CHOSEN)
+)
 def test_gpu_user_annotation_breakdown(name: str) -> None:
     theirs = reference_frame(name, "get_gpu_user_annotation_breakdown")
     ours = as_hta(name).get_gpu_user_annotation_breakdown()

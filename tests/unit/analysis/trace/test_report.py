@@ -43,20 +43,16 @@ def two_ranks(folder: Path, *, launches_of: Sequence[int] = (0, 1)) -> Path:
 
 
 @pytest.mark.parametrize("name", ONE_TRACE)
-def test_tables_are_those_of_the_facade(name: str) -> None:
+def test_tables_are_those_of_the_facade_and_plain(name: str) -> None:
+    """No Enum reaches people, whose printed schema would be megabytes."""
     report, analysis = standard_report(traces(name)), TraceAnalysis(traces(name))
     assert set(report.tables) | set(report.missing) >= set(SECTIONS)
     for table in set(report.tables) & set(METHODS):
         assert_frame_equal(report.tables[table], getattr(analysis, METHODS[table])())
     assert report.tables["queue"].columns[-1] == "full_ns"
     assert report.tables["kernels"]["sum_ns"].is_sorted(descending=True)
-
-
-@pytest.mark.parametrize("name", ONE_TRACE)
-def test_tables_are_plain(name: str) -> None:
-    """No Enum reaches people, whose printed schema would be megabytes."""
     plain = {pl.Int64, pl.Float64, pl.String, pl.Boolean}
-    for table, frame in standard_report(traces(name)).tables.items():
+    for table, frame in report.tables.items():
         assert set(frame.dtypes) <= plain, (table, frame.schema)
 
 
@@ -84,9 +80,6 @@ def test_what_one_rank_lacks_is_named_and_the_others_stay(tmp_path: Path) -> Non
     assert report.tables["queue"]["rank"].to_list() == [0]
     assert "no call that launched" in report.missing["queue, rank 1"]
     assert report.tables["temporal"]["rank"].to_list() == [0, 1]
-
-
-def test_what_all_ranks_lack_is_missing_with_the_reason(tmp_path: Path) -> None:
     report = standard_report(two_ranks(tmp_path, launches_of=[]))
     assert "queue" not in report.tables
     assert "no call that launched" in report.missing["queue"]
