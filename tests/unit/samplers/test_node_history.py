@@ -1,4 +1,4 @@
-"""What `haiprof node` keeps: a day, a month and a year on a clock of the test's own."""
+"""What `haiprof node` keeps: hours, days and months on a clock of the test's own."""
 
 from __future__ import annotations
 
@@ -150,14 +150,16 @@ def stored(node: NodePaths, tier: Tier, metric: str) -> dict[int, tuple[float, .
     return found
 
 
-@pytest.mark.parametrize(
-    ("days", "interval_s"), [(1, 1), (30, 120), (365, 1800)], ids=["day", "month", "year"]
-)
+@pytest.mark.parametrize(("hours", "interval_s"), [
+    (8, 1), (5 * 24, 120), (240 * 24, 3600),  # in each, one more tier is full and begins anew
+    *(pytest.param(*case, marks=pytest.mark.proof)
+      for case in ((24, 1), (30 * 24, 120), (365 * 24, 1800))),
+])  # fmt: skip
 def test_history_is_what_numpy_says_and_no_larger_than_stated(
-    tmp_path: Path, days: int, interval_s: int
+    tmp_path: Path, hours: int, interval_s: int
 ) -> None:
     run = Recorded(tmp_path / "logs", interval_s)
-    values = series(days * DAY_S // interval_s)
+    values = series(hours * 3600 // interval_s)
     times = record(run, values, interval_s)
     for place, tier in enumerate(TIERS):
         files = run.history.files["numa"][place]
