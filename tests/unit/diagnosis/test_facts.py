@@ -227,30 +227,27 @@ def test_restarted_workers_are_told_by_the_starts_of_epochs(
     assert ("num_workers=0" in finding.remedy) == without
 
 
-@pytest.mark.parametrize("usual_ms", [0.2, 14.0])
-def test_few_slow_samples_are_told_from_what_every_batch_costs(root: Path, usual_ms: float) -> None:
-    times = lambda rank, step: (usual_ms if step % 15 else 400.0, *BALANCED[1:])  # noqa: E731
-    write_story(root, times, steps=300)
-    note(root, 0, type="dataloader", workers=2)
-    assert find(judged(root), "dataloader_bound").cause == "slow_samples"
-
-
-def test_samples_are_not_called_slow_where_the_thread_had_no_core_meanwhile(root: Path) -> None:
-    times = lambda rank, step: (0.2 if step % 15 else 60.0, *BALANCED[1:])  # noqa: E731
-    write_story(root, times, steps=300)
-    note(root, 0, type="dataloader", workers=0)
-    assert find(judged(root), "dataloader_bound").cause == "slow_samples"
-    counters(root, lambda t, _: {"cpu_main_ns": 0.5 * (t + 2) * NS_PER_S,
-                                 "run_queue_wait_ns": 0.4 * (t + 2) * NS_PER_S})  # fmt: skip
-    assert find(judged(root), "dataloader_bound").cause != "slow_samples"
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_bursts_of_workers_are_no_slow_samples(root: Path, workers: int) -> None:
-    times = lambda rank, step: (0.2 if step % workers else 40.0 * workers, *BALANCED[1:])  # noqa: E731
+@pytest.mark.parametrize(
+    ("usual_ms", "slow_ms", "every", "workers", "queued", "are_slow"),
+    [
+        (0.2, 400.0, 15, 2, 0.0, True),
+        (14.0, 400.0, 15, 2, 0.0, True),
+        (0.2, 60.0, 15, 0, 0.0, True),
+        (0.2, 60.0, 15, 0, 0.4, False),  # the thread had no core meanwhile
+        *((0.2, 40.0 * count, count, count, 0.0, False) for count in (1, 2, 4)),  # their bursts
+    ],
+)
+def test_few_slow_samples_are_told_from_what_every_batch_costs(
+    root: Path, usual_ms: float, slow_ms: float, every: int, workers: int, queued: float,
+    are_slow: bool,
+) -> None:  # fmt: skip
+    times = lambda _, step: (usual_ms if step % every else slow_ms, *BALANCED[1:])  # noqa: E731
     write_story(root, times, steps=300)
     note(root, 0, type="dataloader", workers=workers)
-    assert find(judged(root), "dataloader_bound").cause != "slow_samples"
+    if queued:
+        counters(root, lambda t, _: {"cpu_main_ns": 0.5 * (t + 2) * NS_PER_S,
+                                     "run_queue_wait_ns": queued * (t + 2) * NS_PER_S})  # fmt: skip
+    assert (find(judged(root), "dataloader_bound").cause == "slow_samples") is are_slow
 
 
 @pytest.mark.parametrize(

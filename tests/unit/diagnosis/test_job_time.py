@@ -12,13 +12,7 @@ import pytest
 from haiprof.base.intervals import Floats
 from haiprof.base.ledger import GROWING, POSITIONS
 from haiprof.base.units import NS_PER_MS
-from haiprof.diagnosis.job_time import (
-    JobTime,
-    PeerWaits,
-    find_stragglers,
-    job_time,
-    peer_waits,
-)
+from haiprof.diagnosis.job_time import JobTime, PeerWaits, find_stragglers, job_time, peer_waits
 from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import LONG, PYTHON, USUAL, TimeTable
 from haiprof.run_analysis.run_frames import Cells
@@ -289,11 +283,7 @@ AT = np.arange(STEPS)
         (90.0 * (AT < 60), AT[:60].repeat(2), "until step 59"),
         (90.0 * (AT >= 150), AT[150:].repeat(2), "since step 150"),
         (1.0 + 4.0 * (AT < 60), np.append(AT, np.repeat(AT[:60], 9)), "more until step 59"),
-        (
-            1.0 + 4.0 * (AT >= 100),
-            np.append(AT, np.repeat(AT[100:], 4)),
-            "more since step 100",
-        ),
+        (1.0 + 4.0 * (AT >= 100), np.append(AT, np.repeat(AT[100:], 4)), "more since step 100"),
         (np.full(STEPS, 0.5), AT[175:].repeat(2), "since step 175"),
         (0.05 * AT, np.repeat(AT, AT // 20), "growing"),
         (1.0 + 0.0004 * AT**2, np.repeat(AT, AT**2 // 4000)[::7], "growing"),  # few samples

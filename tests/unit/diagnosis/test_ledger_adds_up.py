@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -16,6 +16,7 @@ from haiprof import Analyzer
 from haiprof.base.ledger import Account, Ledger
 from haiprof.base.units import NS_PER_MS
 from haiprof.diagnosis.engine import diagnose
+from haiprof.diagnosis.verdict import Verdict
 from haiprof.run_analysis.lines import written_in
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.flame import sampled_lines
@@ -115,7 +116,7 @@ def check_gains(ledger: Ledger) -> None:
 
 
 @settings(
-    max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck),
+    max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck),
     derandomize=True,
 )  # fmt: skip
 @given(seed=st.integers(0, 1 << 32))
@@ -135,32 +136,35 @@ def test_accounts_and_residual_are_the_mean_step(
         )
 
 
-RECORDED = sorted(
-    path for path in (Path(__file__).parents[2] / "data" / "runs").iterdir() if path.is_dir()
-)
+RUNS = Path(__file__).parents[2] / "data" / "runs"
 
 
-@pytest.mark.parametrize("recorded", RECORDED, ids=lambda path: path.name)
-def test_a_recorded_run_adds_up_from_start_to_end(recorded: Path, tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    shutil.copytree(recorded, root)
-    verdict = diagnose(Analyzer(root))
+@cache
+def recorded(name: str) -> Analyzer:
+    return Analyzer(RUNS / name)
 
+
+@cache
+def verdict_of(name: str) -> Verdict:
+    return diagnose(recorded(name))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RUNS.iterdir() if path.is_dir()))
+def test_a_recorded_run_adds_up_from_start_to_end(name: str) -> None:
+    verdict = verdict_of(name)
     assert verdict.ledger is not None
     check_sums(verdict.ledger)
     check_gains(verdict.ledger)
-    manifest = Analyzer(root).manifest()
+    manifest = recorded(name).manifest()
     if manifest.end_wall_ns is not None:
         whole = manifest.end_wall_ns - manifest.start_wall_ns
         assert sum(verdict.run_time.values()) == whole
 
 
 @pytest.mark.parametrize("name", ["loader_two_workers", "json_after_optimizer", "two_ranks_traced"])
-def test_nothing_is_larger_than_what_it_is_a_part_of(name: str, tmp_path: Path) -> None:
+def test_nothing_is_larger_than_what_it_is_a_part_of(name: str) -> None:
     """An account, its line and its gain, against the positions that they are said to be in."""
-    recorded = Path(__file__).parents[2] / "data/runs" / name
-    run = shutil.copytree(recorded, tmp_path / name)
-    verdict = diagnose(Analyzer(run))
+    verdict = verdict_of(name)
     ledger = verdict.ledger
     assert ledger is not None
     for account in ledger.accounts:
@@ -186,11 +190,10 @@ def test_nothing_is_larger_than_what_it_is_a_part_of(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["json_after_optimizer", "garbage"])
 def test_lines_add_up_to_the_accounts_of_their_function(name: str) -> None:
-    analyzer = Analyzer(RECORDED[0].parent / name)
-    ledger = diagnose(analyzer).ledger
+    ledger = verdict_of(name).ledger
     assert ledger is not None
     of_lines: dict[tuple[str | None, str], float] = {}
-    for row in sampled_lines(analyzer, None, None)[1].iter_rows(named=True):
+    for row in sampled_lines(recorded(name), None, None)[1].iter_rows(named=True):
         key = row["position"], written_in(row["function"])
         of_lines[key] = of_lines.get(key, 0.0) + (row["ns_per_step"] or 0.0)
     of_accounts: dict[tuple[str | None, str], float] = {}
@@ -206,8 +209,9 @@ def test_lines_add_up_to_the_accounts_of_their_function(name: str) -> None:
 
 def test_collections_are_said_to_begin_where_the_job_allocates() -> None:
     """The recorded job makes cycles in one line; it never calls gc.collect()."""
-    verdict = diagnose(Analyzer(RECORDED[0].parent / "garbage"))
-    (found,) = [each for each in verdict.findings if each.rule == "garbage_collection"]
+    (found,) = [
+        each for each in verdict_of("garbage").findings if each.rule == "garbage_collection"
+    ]
     assert found.title.endswith("mostly in log (train.py:35)")
     assert found.cause is None
     assert "reference cycles there" in found.remedy
@@ -245,7 +249,7 @@ def test_only_what_calls_torch_by_name_is_called_its_operators(
 
 def test_what_is_paid_at_every_nth_step_is_said_so_though_some_of_it_is_elsewhere() -> None:
     """The recorded job evaluates after every 50th step; what calls it is part of that account."""
-    ledger = diagnose(Analyzer(RECORDED[0].parent / "evaluation_checkpoint")).ledger
+    ledger = verdict_of("evaluation_checkpoint").ledger
     assert ledger is not None
     (evaluation,) = [each for each in ledger.accounts if each.function == "evaluate"]
     assert evaluation.when.startswith("every 50th step, ")

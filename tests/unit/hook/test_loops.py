@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from haiprof.in_job.loops import find_loop
-from haiprof.run_format.stack_lines import (
-    INDEPENDENT,
-    LAYERS,
-    NO_GRAD,
-    OPERATIONS_BIT,
-    RECURRENCE,
-)
+from haiprof.run_format.stack_lines import INDEPENDENT, LAYERS, NO_GRAD, OPERATIONS_BIT, RECURRENCE
 
 INDEPENDENT_LOOPS = (
     """
