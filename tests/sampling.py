@@ -24,6 +24,11 @@ def first_of(cases: Iterable[Case], *chosen: Case) -> list[object]:
     ]
 
 
+def variants(*cases: tuple[object, ...]) -> list[object]:
+    """Parameters that are proofs: variants of what stands before them."""
+    return [pytest.param(*case, marks=pytest.mark.proof) for case in cases]
+
+
 def examples(count: int) -> int:
     """How many examples hypothesis draws, of so many in a proof."""
     return count if PROOFS else max(count // SHARE, 10)

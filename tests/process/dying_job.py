@@ -168,11 +168,7 @@ FAULTS = {
     "disk": lambda: torch.save(torch.zeros(4 << 20), "/mnt/checkpoint.pt"),
     "kill-launcher": lambda: os.kill(os.getppid(), signal.SIGKILL),
 }
-IN_WORKER = {
-    "worker": wait_for_file,
-    "worker-raise": raise_error,
-    "worker-kill": FAULTS["kill"],
-}
+IN_WORKER = {"worker": wait_for_file, "worker-raise": raise_error, "worker-kill": FAULTS["kill"]}
 
 
 def train(fault: str) -> None:

@@ -51,9 +51,14 @@ class Job:
     stderr: str
     seconds: float
 
-    def analyzer(self) -> Analyzer:
+    @property
+    def logs(self) -> Path:
+        """Where haiprof wrote."""
         assert self.log_dir is not None
-        return Analyzer(self.log_dir)
+        return self.log_dir
+
+    def analyzer(self) -> Analyzer:
+        return Analyzer(self.logs)
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -105,6 +110,21 @@ def run_job(
         stderr=done.stderr,
         seconds=time.monotonic() - began,
     )
+
+
+def run_script(
+    folder: Path,
+    source: str,
+    *words: str,
+    haiprof: bool = True,
+    options: Sequence[str] = ("--quiet",),
+    **how: Any,
+) -> Job:
+    """Runs a script of one process, `train.py` of a folder, under haiprof or bare."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.py").write_text(source)
+    place, command = folder / ("job" if haiprof else "bare"), (str(folder / "train.py"), *words)
+    return run_job(("python", *command), folder=place, haiprof=haiprof, options=options, **how)
 
 
 def run_command(

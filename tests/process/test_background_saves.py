@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from haiprof.diagnosis.engine import diagnose
+from tests.conftest import Once
 from tests.process.jobs import Job, run_job
 
 pytestmark = pytest.mark.slow
@@ -24,7 +26,6 @@ model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
 optimizer = torch.optim.SGD(model.parameters(), lr=.01)
 names = {f"sample {n}": [n, str(n)] for n in range(150_000)}  # pickled under the lock
 pool, writer = ThreadPoolExecutor(1), None
-often, how = how == "often", how.replace("often", "thread")
 
 def save(number):
     state = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
@@ -38,7 +39,7 @@ def save(number):
     return thread
 
 for number in range(600):
-    if number % (75 if often else 150) == 60:
+    if number % (75 if how == "thread" else 150) == 60:
         if writer is not None:
             (writer.join if how == "thread" else writer.result)()
         writer = save(number)
@@ -49,11 +50,22 @@ for number in range(600):
 """
 
 
-def record(folder: Path, how: str) -> Job:
-    (folder / "job.py").write_text(JOB)
-    (folder / "saved").mkdir()
-    words = ("python", str(folder / "job.py"), str(folder / "saved"), how)
-    return run_job(words, folder=folder / "run", haiprof=True, options=("--quiet",))
+Record = Callable[[str], Job]
+
+
+@pytest.fixture
+def record(once: Once) -> Record:
+    def run(how: str) -> Job:
+        def make(folder: Path) -> Job:
+            (folder / "saved").mkdir(parents=True)
+            (folder / "job.py").write_text(JOB)
+            words = ("python", str(folder / "job.py"), str(folder / "saved"), how)
+            return run_job(words, folder=folder / "run", haiprof=True, options=("--quiet",))
+
+        job: Job = once(("background saves", how), make)
+        return job
+
+    return run
 
 
 def saves_of(job: Job) -> list[dict[str, Any]]:
@@ -68,11 +80,10 @@ def line_of(how: str) -> int:
 
 @pytest.mark.parametrize("how", ["thread", "async", pytest.param("pool", marks=pytest.mark.proof)])
 def test_a_save_beside_the_training_leaves_a_line_when_it_is_written(
-    tmp_path: Path, how: str
+    record: Record, how: str
 ) -> None:
-    found = saves_of(record(tmp_path, how))
-    assert len(found) == 4
-    for save, number in zip(found, (60, 210, 360, 510), strict=True):
+    found = saves_of(record(how))
+    for save, number in zip(found, range(60, 600, 75 if how == "thread" else 150), strict=True):
         assert save["start_ns"] <= save["beside_ns"] < save["end_ns"]
         assert Path(save["file"]).stem == str(number)
         assert save["written_ns"] is not None
@@ -80,12 +91,12 @@ def test_a_save_beside_the_training_leaves_a_line_when_it_is_written(
     if how == "pool":  # its thread is there before: who asked is not seen but for the first time
         assert where[-1] == (None, None)
     else:
-        assert where == [(line_of(how), "save")] * 4
+        assert where == [(line_of(how), "save")] * len(found)
 
 
-def test_the_verdict_names_what_such_saves_cost(tmp_path: Path) -> None:
-    job = record(tmp_path, "often")  # of four the interval holds zero where others use the cores
-    verdict = diagnose(job.analyzer())
+def test_the_verdict_names_what_such_saves_cost(record: Record) -> None:
+    """Of eight saves; of four the interval holds zero where others use the cores."""
+    verdict = diagnose(record("thread").analyzer())
     (account,) = (a for a in verdict.ledger.accounts if a.explanation == "background_save")  # type: ignore[union-attr]
     assert (account.line, account.function) == (line_of("thread"), "save")
     assert account.gain_low_ns > 0

@@ -9,7 +9,7 @@ import pytest
 from haiprof.base.ledger import Account, Ledger
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import as_document
-from tests.process.jobs import SIMULATED_GPU, run_job
+from tests.process.jobs import SIMULATED_GPU, run_script, succeeded
 
 pytestmark = pytest.mark.slow
 
@@ -58,11 +58,7 @@ LINES = {
 
 
 def record(folder: Path, device_ms: int, steps: int) -> Ledger:
-    folder.mkdir()
-    (folder / "behind.py").write_text(JOB)
-    command = ["python", str(folder / "behind.py"), str(device_ms), str(steps)]
-    job = run_job(command, folder=folder / "job", haiprof=True, options=("--quiet",))
-    assert job.returncode == 0, job.stderr
+    job = succeeded(run_script(folder, JOB, str(device_ms), str(steps)))
     ledger = diagnose(job.analyzer()).ledger
     assert ledger is not None
     return ledger
@@ -97,10 +93,7 @@ def test_all_host_code_gains_where_the_device_waits(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_verdict_of_a_run_with_a_traced_gpu_has_the_ledger_of_the_gpu(tmp_path: Path) -> None:
-    script = tmp_path / "behind.py"
-    script.write_text(JOB)
-    command = ["python", str(script), "5", "250"]
-    job = run_job(command, folder=tmp_path / "job", haiprof=True, options=("--trace",))
+    job = run_script(tmp_path, JOB, "5", "250", options=("--trace",))
     document = as_document(diagnose(job.analyzer()))
     step, ledger = document["device"]["step"], document["device"]["ledger"]
     assert sum(row["ns_per_step"] for row in ledger) + step["residual_ns"] == pytest.approx(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.jobs import PYTHON, REPOSITORY, run_command, run_job, succeeded
+from tests.process.jobs import REPOSITORY, run_command, run_job, succeeded
 
 pytestmark = pytest.mark.slow
 
@@ -50,8 +50,7 @@ def recorded(script: Path, name: str, word: object, logs: Path, **variables: str
 
 
 def compared(*words: object, folder: Path) -> tuple[int, dict[str, Any]]:
-    command = (PYTHON, "-m", "haiprof", "compare", *map(str, words), "--json")
-    done = run_job(command, folder=folder, haiprof=False)
+    done = run_command(["compare", *map(str, words), "--json"], folder=folder)
     return done.returncode, json.loads(done.stdout)
 
 
@@ -63,7 +62,7 @@ def test_real_runs_ten_percent_apart_are_found_and_equal_ones_are_not(
     first = recorded(script, "first", 0.0, logs)
     second = recorded(script, "second", 0.0, logs, OMP_NUM_THREADS="2", SECRET_TOKEN="geheim")
 
-    _, equal = compared(first, second, folder=tmp_path / "equal")
+    _, equal = compared(first, second, folder=tmp_path)
     assert equal["verdict"]["state"] in ("same", "undecided")
     variables = [d for d in equal["differs"] if d["kind"] == "variable"]
     assert {d["name"]: d["after"] for d in variables}["OMP_NUM_THREADS"] == "2"
@@ -71,14 +70,8 @@ def test_real_runs_ten_percent_apart_are_found_and_equal_ones_are_not(
 
     for attempt in range(3):  # on a machine with other load a comparison may stay undecided
         slower = recorded(script, f"slower{attempt}", 0.004, logs)
-        status, found = compared(
-            slower,
-            "--baseline",
-            "last-good",
-            "--fail-if-slower",
-            "5%",
-            folder=tmp_path / f"compared{attempt}",
-        )
+        words = ("--baseline", "last-good", "--fail-if-slower", "5%")
+        status, found = compared(slower, *words, folder=tmp_path)
         assert found["baseline"]["path"] == str(second)
         assert found["step_time"]["ratio"] == pytest.approx(1.18, abs=0.08)
         if found["verdict"]["state"] != "undecided":

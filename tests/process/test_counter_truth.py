@@ -8,9 +8,9 @@ import polars as pl
 import pytest
 
 from haiprof.base.units import NS_PER_S
-from tests.process.jobs import run_job, succeeded
+from tests.process.jobs import run_script, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("counter truth")]
+pytestmark = [pytest.mark.slow, pytest.mark.proof]  # samplers/test_process_live.py is cheaper
 
 TOLERANCE = 0.02
 READ_BYTES, WRITTEN_BYTES, CPU_S = 600 << 20, 200 << 20, 4.0
@@ -85,10 +85,7 @@ def growth(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 
     Beside the counters, "script": CPU seconds by the script's own clock, fork and exit included.
     """
-    folder = tmp_path_factory.mktemp("truth")
-    script = folder / "known_work.py"
-    script.write_text(SCRIPT)
-    job = succeeded(run_job(["python", str(script)], folder=folder / "job", haiprof=True))
+    job = succeeded(run_script(tmp_path_factory.mktemp("truth"), SCRIPT))
     rates = job.analyzer().counters().filter(pl.col("source") == "process", pl.col("rank") == 0)
     assert rates["flag"].null_count() == rates.height
     spans = json.loads(job.stdout.splitlines()[-1])

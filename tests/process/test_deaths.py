@@ -14,8 +14,16 @@ from haiprof.run_analysis.before_death import GpuMemoryAtEnd
 from haiprof.run_analysis.deaths import Death
 from haiprof.trace_format.memory_snapshot import read_memory_snapshot, sum_by_line
 from tests.conftest import Once
-from tests.process.jobs import PYTHON, REPOSITORY, SIMULATED_GPU, TWO_RANKS, Job, run_job
-from tests.sampling import first_of
+from tests.process.jobs import (
+    PYTHON,
+    REPOSITORY,
+    SIMULATED_GPU,
+    TWO_RANKS,
+    Job,
+    run_job,
+    run_script,
+)
+from tests.sampling import first_of, variants
 
 pytestmark = pytest.mark.slow
 
@@ -85,19 +93,11 @@ def comparable(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x", text).strip()
 
 
-@pytest.mark.parametrize(
-    "how",
-    first_of(
-        ["raise", "hook", "exit", "segv", "file", "terminate", "thread", "thread_hook"],
-        *("raise", "terminate"),
-    ),
-)
+@pytest.mark.parametrize("how", first_of(
+    ["raise", "hook", "exit", "segv", "file", "terminate", "thread", "thread_hook"], "raise"
+))  # fmt: skip
 def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, how: str) -> None:
-    script = tmp_path / "ends.py"
-    script.write_text(ENDS)
-    command = ("python", str(script), how)
-    bare = run_job(command, folder=tmp_path / "bare", haiprof=False)
-    job = run_job(command, folder=tmp_path / "own", haiprof=True, options=("--quiet",))
+    bare, job = (run_script(tmp_path, ENDS, how, haiprof=haiprof) for haiprof in (False, True))
     said = "".join(
         line for line in job.stderr.splitlines(keepends=True) if not line.startswith("haiprof:")
     )
@@ -123,9 +123,9 @@ def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, ho
         assert "it aborted itself (SIGABRT): std::terminate: terminate called" in death.headline
     if how == "exit":
         assert death.source == "sys.exit(3)"
-        assert "it exited with status 3 (sys.exit) at ends.py:" in death.headline
+        assert "it exited with status 3 (sys.exit) at train.py:" in death.headline
     if how in ("raise", "hook"):
-        assert death.headline.startswith("rank 0 died: RuntimeError: no label in sample 9 (ends.py")
+        assert death.headline.startswith("rank 0 died: RuntimeError: no label in sample 9 (train.")
         assert death.source == 'raise RuntimeError("no label in sample 9") from error'
 
 
@@ -150,14 +150,12 @@ grow(sys.argv[1])
     ("way", "said"), [("torch", "DefaultCPUAllocator"), ("python", "MemoryError")]
 )
 def test_out_of_address_space_is_told_as_out_of_memory(tmp_path: Path, way: str, said: str) -> None:
-    script = tmp_path / "oom.py"
-    script.write_text(OUT_OF_MEMORY)
-    job = run_job(("python", str(script), way), folder=tmp_path / "own", haiprof=True)
+    job = run_script(tmp_path, OUT_OF_MEMORY, way, options=())
     assert said in job.stderr.partition("haiprof: rank")[0]
     death = died(job)
     assert death is not None
     assert death.cause == "out_of_memory", death.headline
-    assert "oom.py:" in death.headline
+    assert "train.py:" in death.headline
     assert "sys.exit" not in death.headline
 
 
@@ -195,11 +193,7 @@ def test_exception_of_native_code_is_printed_as_ever_and_named(tmp_path: Path) -
     job = run_job(words, folder=tmp_path / "own", haiprof=True, options=("--quiet",))
     assert job.returncode == bare.returncode
     printed = [
-        {
-            line
-            for line in each.stderr.splitlines()
-            if "terminate called" in line or "what()" in line
-        }
+        {n for n in each.stderr.splitlines() if re.search(r"terminate called|what\(\)", n)}
         for each in (bare, job)
     ]
     assert len(printed[0]) >= 2, "gloo's check fails in native code"
@@ -243,19 +237,12 @@ os._exit(3) if sys.argv[1] == "exit" else allocate()
 @pytest.mark.parametrize(
     ("command", "cause", "said"),
     [
-        (
-            "python -I",
-            "out_of_memory",
-            "prints.py:7 in allocate); known by its last lines on stderr",
-        ),
-        pytest.param(
-            "python",
-            "exit",
-            "why is not known; its last line on stderr: license server lost",
-            marks=pytest.mark.proof,
-        ),
+        ("python -I", "out_of_memory",
+         "prints.py:7 in allocate); known by its last lines on stderr"),
+        *variants(("python", "exit",
+                   "why is not known; its last line on stderr: license server lost")),
     ],
-)
+)  # fmt: skip
 def test_last_lines_on_stderr_tell_of_a_death_that_nothing_else_tells_of(
     tmp_path: Path, command: str, cause: str, said: str
 ) -> None:
@@ -316,11 +303,7 @@ print("done")
 
 
 def run(folder: Path, how: str, *options: str) -> Job:
-    script = folder / "train.py"
-    folder.mkdir(exist_ok=True)
-    script.write_text(SCRIPT)
-    return run_job(("python", str(script), how), folder=folder / "job", haiprof=True,
-                   options=options)  # fmt: skip
+    return run_script(folder, SCRIPT, how, options=options)
 
 
 @pytest.fixture(scope="module")
@@ -382,11 +365,9 @@ def test_observer_and_history_of_the_job_remain(tmp_path: Path) -> None:
     assert memory.failed.allocated_bytes is not None
 
 
+@pytest.mark.proof
 def test_job_says_and_ends_as_without_haiprof(tmp_path: Path, large_batch: Job) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = ("python", str(script), "batch")
-    bare, job = run_job(command, folder=tmp_path / "bare", haiprof=False), large_batch
+    bare, job = run_script(tmp_path, SCRIPT, "batch", haiprof=False), large_batch
     said = [line for line in job.stderr.splitlines() if not line.startswith("haiprof:")]
     last = bare.stderr.splitlines()[-1]
     assert (job.returncode, job.stdout, said[-1]) == (bare.returncode, bare.stdout, last)

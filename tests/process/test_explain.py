@@ -10,7 +10,7 @@ import haiprof
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.trace_analysis.python_code import operator_lines
-from tests.process.jobs import run_job
+from tests.process.jobs import run_script
 from tests.process.live import LiveJob
 
 LOOP = """
@@ -54,10 +54,8 @@ def check_loop(verdict: Verdict) -> None:
 
 
 def test_a_loop_of_small_operators_is_found_with_its_backward(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(LOOP)
-    command = ["python", str(tmp_path / "loop.py"), "400"]
-    bare = run_job(command, folder=tmp_path / "bare", haiprof=False)
-    job = run_job(command, folder=tmp_path / "job", haiprof=True, options=("--explain",))
+    bare = run_script(tmp_path, LOOP, "250", haiprof=False)
+    job = run_script(tmp_path, LOOP, "250", options=("--explain",))
     assert job.stdout == bare.stdout
 
     (trace,) = haiprof.TraceAnalysis(job.analyzer().run.root).traces.values()

@@ -13,7 +13,7 @@ import pytest
 from haiprof import Analyzer
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
-from tests.process.jobs import Job, environment, haiprof_command, rank_events, run_job
+from tests.process.jobs import Job, environment, haiprof_command, rank_events, run_script, succeeded
 from tests.process.live import within
 from tests.process.loops import PRELUDE
 from tests.sampling import first_of
@@ -39,12 +39,8 @@ def both_ways(
     folder: Path, source: str, *arguments: str, options: tuple[str, ...] = QUIET
 ) -> tuple[Job, Job]:
     """The script bare and under haiprof."""
-    script = folder / "train.py"
-    script.write_text(source)
-    command = ["python", str(script), *arguments]
-    bare = run_job(command, folder=folder / "bare", haiprof=False)
-    recorded = run_job(command, folder=folder / "recorded", haiprof=True, options=options)
-    return bare, recorded
+    bare = run_script(folder, source, *arguments, haiprof=False)
+    return bare, run_script(folder, source, *arguments, options=options)
 
 
 def assert_same_outcome(bare: Job, recorded: Job) -> None:
@@ -86,8 +82,7 @@ print("child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("context", "epochs"),
-    # A worker that is spawned imports torch anew.
-    [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.proof)],
+    [("fork", 2), ("spawn", 1)],  # a worker that is spawned imports torch anew
 )
 def test_loader_workers_stay_unrecorded(tmp_path: Path, context: str, epochs: int) -> None:
     source = (
@@ -107,51 +102,6 @@ if __name__ == "__main__":
     assert_same_outcome(bare, recorded)
     assert ranks_of(recorded) == [(0, 0)]
     assert recorded.analyzer().steps().height == 6 * epochs
-
-
-@pytest.mark.proof
-def test_spawned_ranks_are_recorded(tmp_path: Path) -> None:
-    source = (
-        PRELUDE
-        + """
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-def work(rank, file):
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    model = nn.parallel.DistributedDataParallel(net())
-    optimizer = torch.optim.AdamW(model.parameters())
-    for batch in batches(5, seed=rank):
-        train_step(model, optimizer, batch)
-    if rank == 0:
-        finish(model.module)
-    leave_group()
-
-if __name__ == "__main__":
-    mp.spawn(work, args=(os.path.abspath("rendezvous"),), nprocs=2)
-"""
-    )
-    bare, recorded = both_ways(tmp_path, source)
-    assert_same_outcome(bare, recorded)
-    assert bare.returncode == 0, bare.stderr
-    steps = recorded.analyzer().steps()
-    assert steps.group_by("rank").len().sort("rank").rows() == [(0, 5), (1, 5)]
-
-
-@pytest.mark.proof
-def test_many_short_python_processes_leave_no_trace(tmp_path: Path) -> None:
-    source = """
-import subprocess, sys
-codes = []
-for _ in range(15):
-    pair = [subprocess.Popen([sys.executable, "-c", "print(6 * 7)"], stdout=subprocess.PIPE)
-            for _ in range(2)]
-    codes += [process.communicate()[0] for process in pair]
-print(len(codes), set(codes))
-"""
-    bare, recorded = both_ways(tmp_path, source)
-    assert_same_outcome(bare, recorded)
-    assert ranks_of(recorded) == []
 
 
 # -- torch --------------------------------------------------------------------------------------
@@ -178,20 +128,13 @@ nn.Module.__call__ = counted
 
 @pytest.mark.parametrize(
     "sabotage",
-    [
-        "del nn.Module.__call__",
-        *(
-            pytest.param(line, marks=pytest.mark.proof)
-            for line in (
-                "del torch.autograd._engine_run_backward",
-                "import time; time.perf_counter_ns = None",
-                "torch.is_grad_enabled = None",
-                "torch.optim.optimizer._global_optimizer_pre_hooks.clear()",
-                "import gc; gc.callbacks.clear()",
-            )
-        ),
-    ],
-)
+    first_of((
+        "del nn.Module.__call__", "del torch.autograd._engine_run_backward",
+        "import time; time.perf_counter_ns = None", "torch.is_grad_enabled = None",
+        "torch.optim.optimizer._global_optimizer_pre_hooks.clear()",
+        "import gc; gc.callbacks.clear()",
+    ), "del nn.Module.__call__"),
+)  # fmt: skip
 def test_sabotaged_torch_fails_or_works_as_without_haiprof(tmp_path: Path, sabotage: str) -> None:
     source = TRAIN + STEPS.format(count=3) + sabotage + STEPS.format(count=3) + FINISH
     bare, recorded = both_ways(tmp_path, source)
@@ -206,13 +149,12 @@ def test_module_of_the_job_named_torch_is_left_alone(tmp_path: Path) -> None:
     assert bare.returncode == 0
 
 
-@pytest.mark.parametrize("where", ["_ident"])
-def test_hook_that_raises_switches_itself_off(tmp_path: Path, where: str) -> None:
-    sabotage = f"""
+def test_hook_that_raises_switches_itself_off(tmp_path: Path) -> None:
+    sabotage = """
 if "haiprof.in_job.patches" in sys.modules:
     def broken(*args):
         raise RuntimeError("injected")
-    sys.modules["haiprof.in_job.patches"].{where} = broken
+    sys.modules["haiprof.in_job.patches"]._ident = broken
 """
     source = TRAIN + STEPS.format(count=5) + sabotage + STEPS.format(count=5) + FINISH
     bare, recorded = both_ways(tmp_path, source)
@@ -265,7 +207,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_disk_never_reaches_the_job(tmp_path: Path, tiny_disk: Path) -> None:
-    script, records = tmp_path / "train.py", str(tiny_disk / "*/ranks/0/*.rec")
+    records = str(tiny_disk / "*/ranks/0/*.rec")
     fill = f"""
 import glob, time
 while not any(os.path.getsize(path) > 2000 for path in glob.glob({records!r})):
@@ -275,11 +217,8 @@ try:
 except OSError as error:
     print(error.strerror)
 """
-    script.write_text(TRAIN + STEPS.format(count=40) + fill + SLOW_STEPS + FINISH)
-    job = run_job(
-        ["python", str(script)], folder=tmp_path / "recorded", haiprof=True, log_dir=tiny_disk
-    )
-    assert job.returncode == 0, job.stderr
+    source = TRAIN + STEPS.format(count=40) + fill + SLOW_STEPS + FINISH
+    job = succeeded(run_script(tmp_path, source, options=(), log_dir=tiny_disk))
     assert job.stdout.startswith("No space left on device")
     assert len(job.stdout.split()[-1]) == 64
     assert "Traceback" not in job.stderr

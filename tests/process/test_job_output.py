@@ -82,6 +82,7 @@ def test_rank_of_a_shared_file_is_not_guessed(tmp_path: Path) -> None:
     assert "which rank printed it" in finding.missing
 
 
+@pytest.mark.proof
 def test_what_is_printed_into_a_pipe_is_not_read_and_said_so(tmp_path: Path) -> None:
     job = trained(tmp_path / "job", "exec {python} {script} 0")
     assert "step 60 loss nan" in job.stdout

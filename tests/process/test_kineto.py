@@ -143,35 +143,17 @@ def test_job_of_slurm_is_chosen_by_its_number_and_begins_at_a_time(
     other, own = env | {"SLURM_JOB_ID": "11"}, env | {"SLURM_JOB_ID": "12"}
     with (agent(folder, env), running(folder, "train.py", env=other),
           running(folder, "train.py", env=own) as job):  # fmt: skip
-        start = time.time() + 20
-        words = (
-            "slurm:12",
-            "--time",
-            "0.5",
-            "--start-at",
-            f"{start:.3f}",
-            "-o",
-            "traces",
-            "--json",
-        )
+        start = time.time() + 14
+        at = ("--time", "0.5", "--start-at", f"{start:.3f}")
+        words = ("slurm:12", *at, "-o", "traces", "--json")
         done = haiprof(folder, "trace-now", *words, env=env)
         assert "again" not in done.stderr, "one request, however long before its window"
         found = traces(done)
         assert [each["pid"] for each in found] == [job.pid]
         assert found[0]["start_wall_ns"] >= (start - 0.5) * 1e9
         # No daemon of dynolog's listens at that port.
-        asked = (
-            "trace",
-            "dyno",
-            "gputrace",
-            "--port",
-            "9",
-            "--job-id",
-            "12",
-            "--log-file",
-            "t.json",
-        )
-        done = haiprof(folder, *asked, "--iterations", "3", "--json", env=env)
+        asked = ("--job-id", "12", "--log-file", "t.json", "--iterations", "3", "--json")
+        done = haiprof(folder, "trace", "dyno", "gputrace", "--port", "9", *asked, env=env)
         (dyno,) = traces(done)
         status = haiprof(folder, "trace", "dyno", "status", "--port", "9", "--json", env=env)
         assert job.pid in json.loads(status.stdout)["agents"][f"{sockets}/dynolog"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.notifications import Notifier
-from tests.process.jobs import REPOSITORY, TORCHRUN, run_job
+from tests.process.jobs import REPOSITORY, TORCHRUN, run_job, run_script
 from tests.process.live import LiveJob, within
 from tests.webhook import Webhook
 
@@ -36,18 +36,14 @@ raise RuntimeError("no label in sample 9, api_key=abc123def456ghi789")
     ],
 )
 def test_death_and_end_with_its_cause_are_told(tmp_path: Path, options: tuple[str, ...]) -> None:
-    script = tmp_path / "dies.py"
-    script.write_text(DIES)
     with Webhook() as server:
-        job = run_job(
-            ("python", str(script)), folder=tmp_path / "job", haiprof=True, options=options,
-            extra_environment={"HAIPROF_NOTIFY": server.url},
-        )  # fmt: skip
+        extra = {"HAIPROF_NOTIFY": server.url}
+        job = run_script(tmp_path, DIES, options=options, extra_environment=extra)
     assert job.returncode == 1
     assert server.events() == ["death", "end"]
     death, end = server.bodies
     assert (death["rank"], death["status"]) == (0, 1)
-    assert (end["exit_status"], end["job"]) == (1, "dies")
+    assert (end["exit_status"], end["job"]) == (1, "train")
     assert "RuntimeError" in end["text"]
     assert "no label in sample 9" in end["text"]
     assert "abc123def456ghi789" not in json.dumps(server.bodies)
@@ -58,15 +54,10 @@ def test_death_and_end_with_its_cause_are_told(tmp_path: Path, options: tuple[st
 
 
 def test_server_that_never_answers_changes_neither_exit_status_nor_output(tmp_path: Path) -> None:
-    script = tmp_path / "dies.py"
-    script.write_text(DIES)
-    command = ("python", str(script))
-    bare = run_job(command, folder=tmp_path / "bare", haiprof=False)
     with Webhook(answers=False) as server:
-        options = ("--quiet", "--notify", server.url)
-        job = run_job(command, folder=tmp_path / "own", haiprof=True, options=options)
+        job = run_script(tmp_path, DIES, options=("--quiet", "--notify", server.url))
         assert server.events()[0] == "death"
-    assert (job.returncode, job.stdout) == (bare.returncode, bare.stdout)
+    assert (job.returncode, job.stdout) == (1, "")
     assert "notifications were not delivered" in job.stderr
 
 
@@ -101,15 +92,6 @@ def test_slower_steps_are_told_with_the_accounts_that_grew(tmp_path: Path) -> No
     else:
         assert "rank 1" in slow["text"]
         assert any("faulty_job.py" in account["title"] for account in slow["accounts"])
-
-
-@pytest.mark.proof
-def test_nothing_is_sent_unless_asked(tmp_path: Path) -> None:
-    script = tmp_path / "dies.py"
-    script.write_text(DIES)
-    with Webhook() as server:
-        run_job(("python", str(script)), folder=tmp_path / "job", haiprof=True)
-    assert server.bodies == []
 
 
 def test_command_gets_the_event_on_its_input(tmp_path: Path) -> None:

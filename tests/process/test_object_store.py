@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.diagnosis.engine import diagnose
-from tests.process.jobs import run_job
+from tests.process.jobs import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -60,13 +60,11 @@ def address() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_waiting_for_an_object_store_is_told_with_its_line(
     tmp_path: Path, address: str, workers: int
 ) -> None:
-    (tmp_path / "job.py").write_text(JOB)
-    words = ("python", str(tmp_path / "job.py"), address, str(workers))
-    job = run_job(words, folder=tmp_path / "run", haiprof=True, options=("--quiet",))
+    job = run_script(tmp_path, JOB, address, str(workers))
     first = diagnose(job.analyzer()).findings[0]
     assert (first.rule, first.cause) == ("dataloader_bound", "storage")
     assert "network peer" in first.title

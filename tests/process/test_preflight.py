@@ -16,6 +16,7 @@ import pytest
 
 from haiprof.diagnosis.preflight import judge_preflight
 from haiprof.in_job.preflight_probe import gpu_facts, loaded_clock, read_xids
+from tests.process.jobs import run_command
 from tests.security.second_user import as_second_user
 from tests.two_nodes import ENVIRONMENT, INTERFACE, Node, two_nodes
 from tests.unit.diagnosis.test_preflight import measured
@@ -102,12 +103,10 @@ def test_preflight_names_a_throttled_link_and_a_rank_in_a_small_group(
 @pytest.mark.slow
 def test_preflight_keeps_a_baseline_and_its_status_says_what_it_names(tmp_path: Path) -> None:
     baseline = tmp_path / "baseline.json"
-    command = [sys.executable, "-m", "haiprof", "preflight", "--json", "--folder", str(tmp_path),
-               "--keep-baseline", str(baseline), *TORCHRUN, "--standalone", "--nproc-per-node=2",
-               "train.py", "--lr", "1"]  # fmt: skip
+    words = ["preflight", "--json", "--folder", str(tmp_path), "--keep-baseline", str(baseline),
+             *TORCHRUN, "--standalone", "--nproc-per-node=2", "train.py", "--lr", "1"]  # fmt: skip
     logs = tmp_path / "logs"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "HAIPROF_LOG_DIR": str(logs)})  # fmt: skip
+    done = run_command(words, folder=tmp_path, extra_environment={"HAIPROF_LOG_DIR": str(logs)})
     found = json.loads(done.stdout)
     (kept,) = (logs / "preflight").iterdir()  # for verdicts of later runs
     assert json.loads(kept.read_text())["suspects"] == found["suspects"]
@@ -118,8 +117,7 @@ def test_preflight_keeps_a_baseline_and_its_status_says_what_it_names(tmp_path: 
 
 
 def test_preflight_tells_why_a_launcher_failed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "haiprof", "preflight", "false"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_command(["preflight", "false"], folder=tmp_path)
     assert done.returncode not in (0, 1)
     assert "exit status 1" in done.stderr
 

@@ -16,6 +16,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
 from tests.process.jobs import PYTHON, TWO_RANKS, environment, haiprof_command, run_command, run_job
 from tests.process.live import within
+from tests.sampling import variants
 
 pytestmark = pytest.mark.slow
 
@@ -67,12 +68,10 @@ def advice(logs: Path) -> tuple[int, str, dict[str, Any]]:
     ("how", "first", "second", "reason"),
     [
         ("line", 10, 12, "same_line"),
-        pytest.param("name", 12, 12, "same_line", marks=pytest.mark.proof),
-        pytest.param("memory", 10, 12, "same_memory", marks=pytest.mark.proof),
-        pytest.param("disk", 12, 12, "disk_full", marks=pytest.mark.proof),
-        pytest.param("none", 0, 0, None, marks=pytest.mark.proof),
+        *variants(("name", 12, 12, "same_line"), ("memory", 10, 12, "same_memory"),
+                  ("disk", 12, 12, "disk_full"), ("none", 0, 0, None)),
     ],
-)
+)  # fmt: skip
 def test_job_of_one_run_id_is_stopped_once_it_dies_alike(
     tmp_path: Path, how: str, first: int, second: int, reason: str | None
 ) -> None:

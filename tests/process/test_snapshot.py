@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.process.live import START_S, LiveJob, plain_ranks, within
+from tests.sampling import variants
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("snapshot")]
 
@@ -120,13 +121,12 @@ def test_healthy_job_has_no_suspect_and_goes_on(job: LiveJob) -> None:
     ("hanging_job", "said"),
     [
         ("spin", "spin"),
-        pytest.param("wait_for_lock", "wait_for_lock", marks=pytest.mark.proof),
-        pytest.param("receive", "receive", marks=pytest.mark.proof),
-        pytest.param("stop", "stopped by a signal", marks=pytest.mark.proof),
+        *variants(("wait_for_lock", "wait_for_lock"), ("receive", "receive"),
+                  ("stop", "stopped by a signal")),
         (LAST, "broadcast"),
     ],
     indirect=["hanging_job"],
-)
+)  # fmt: skip
 def test_rank_that_holds_the_others_up_is_named(hanging_job: LiveJob, said: str) -> None:
     found = snapshot(hanging_job)
     assert found["moves"] is False

@@ -30,26 +30,6 @@ prepare()
 dist.init_process_group("gloo")
 """
 
-SLOW_FIRST = """
-import time
-import torch
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-def work(seconds):
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        pass
-print("UP", flush=True)
-work(3.5)
-for step in range(10_000):
-    loss = model(torch.randn(4, 8)).sum()
-    if not step:
-        work(3.5)
-    loss.backward()
-    optimizer.step()
-    time.sleep(0.05)
-"""
-
 LATER = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -88,15 +68,6 @@ def test_rank_that_keeps_the_others_in_init_is_named(tmp_path: Path) -> None:
         assert "does not wait in torch.distributed" in suspect.reason
         assert "prepare" in suspect.doing
         assert job.process.poll() is None, "looking at a job does not end it"
-
-
-@pytest.mark.proof
-def test_first_step_that_takes_its_time_is_no_hang(tmp_path: Path) -> None:
-    command = ["python", script(tmp_path, SLOW_FIRST)]
-    with LiveJob(tmp_path, command, "--hang-limit", "3", said="UP") as job:
-        job.reported(1)
-        within(60, lambda: job.listed()["step"])
-        assert job.hangs() == []
 
 
 @pytest.mark.proof

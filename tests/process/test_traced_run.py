@@ -186,19 +186,18 @@ def test_traced_steps_have_forward_and_backward_around_their_operators(
 
 
 @pytest.mark.proof
-def test_job_that_ends_inside_the_window_keeps_what_was_recorded(tmp_path: Path) -> None:
-    job, run = traced(tmp_path, PACED.format(count=23, seconds=0), "--steps", "20:30")
-    assert len(names(run)) == 1
-    assert "the job ended inside the window" in words(job)
-    (trace,) = haiprof.TraceAnalysis(run.root).traces.values()
-    assert trace.steps["step"].to_list() == [20, 21, 22]
-
-
-@pytest.mark.proof
-def test_job_that_ends_before_the_window_says_so(tmp_path: Path) -> None:
-    job, run = traced(tmp_path, PACED.format(count=12, seconds=0), "--steps", "100:105")
-    assert names(run) == []
-    assert "not traced: the job ended" in words(job)
+@pytest.mark.parametrize(
+    ("count", "recorded", "said"),
+    [(23, [20, 21, 22], "the job ended inside the window"), (12, [], "not traced: the job ended")],
+)
+def test_job_that_ends_before_its_window_does_keeps_what_was_recorded(
+    tmp_path: Path, count: int, recorded: list[int], said: str
+) -> None:
+    job, run = traced(tmp_path, PACED.format(count=count, seconds=0), "--steps", "20:30")
+    assert len(names(run)) == bool(recorded)
+    assert said in words(job)
+    for trace in haiprof.TraceAnalysis(run.root).traces.values() if recorded else ():
+        assert trace.steps["step"].to_list() == recorded
 
 
 MLP = """

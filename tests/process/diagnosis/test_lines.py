@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from haiprof import Analyzer
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Finding
-from tests.process.jobs import run_job
+from tests.process.jobs import run_script, succeeded
 
 pytestmark = pytest.mark.slow
 
@@ -75,27 +74,20 @@ if __name__ == "__main__":
 def test_finding_names_the_function_that_takes_the_time(
     tmp_path: Path, where: str, workers: str, method: str, rule: str, function: str
 ) -> None:
-    (tmp_path / "train.py").write_text(JOB)
-    command = ["python", str(tmp_path / "train.py"), where, workers, method, "5"]
-    job = run_job(command, folder=tmp_path / "job", haiprof=True)
-    assert job.returncode == 0, job.stderr
-    assert job.log_dir is not None
+    job = succeeded(run_script(tmp_path, JOB, where, workers, method, "5"))
     # Beside busy neighbours, workers are waited for because of them; and what the training thread
     # does to receive batches is a finding of the same rule: the load decides which comes first.
-    findings = diagnose(Analyzer(job.log_dir)).findings
+    findings = diagnose(job.analyzer()).findings
     about = [f for f in findings if f.rule in (rule, "busy_neighbours") and f.code_lines]
     assert function in [line.function for finding in about for line in finding.code_lines], findings
 
 
+@pytest.mark.proof
 def test_recorder_leaves_stacks_out(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(JOB)
-    command = ["python", str(tmp_path / "train.py"), "dataset", "1", "fork", "1"]
     options = ("--recorder", "phases,host")
-    job = run_job(command, folder=tmp_path / "job", haiprof=True, options=options)
-    assert job.returncode == 0, job.stderr
-    assert job.log_dir is not None
-    assert not list(job.log_dir.glob("*/ranks/*/stacks.jsonl"))
-    assert not list(job.log_dir.glob("*/ranks/*/worker-*"))
+    job = succeeded(run_script(tmp_path, JOB, "dataset", "1", "fork", "1", options=options))
+    assert not list(job.logs.glob("*/ranks/*/stacks.jsonl"))
+    assert not list(job.logs.glob("*/ranks/*/worker-*"))
 
 
 LOCK_JOB = """
@@ -141,12 +133,8 @@ while time.time() < until:
 
 
 def judge(tmp_path: Path, other: str) -> list[Finding]:
-    (tmp_path / "train.py").write_text(LOCK_JOB)
-    command = ["python", str(tmp_path / "train.py"), other]
-    job = run_job(command, folder=tmp_path / "job", haiprof=True)
-    assert job.returncode == 0, job.stderr
-    assert job.log_dir is not None
-    return list(diagnose(Analyzer(job.log_dir)).findings)
+    job = succeeded(run_script(tmp_path, LOCK_JOB, other))
+    return list(diagnose(job.analyzer()).findings)
 
 
 @pytest.mark.parametrize("other", ["loop", pytest.param("long_calls", marks=pytest.mark.proof)])

@@ -16,7 +16,8 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.run_analysis.run_files import open_run
-from tests.process.jobs import PYTHON, environment, haiprof_command, run_job
+from tests.process.jobs import PYTHON, environment, haiprof_command, run_script
+from tests.sampling import variants
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,6 @@ class Death:
         return [line for rank in open_run(self.logs).ranks for line in rank.of_type(line_type)]
 
     def recorded(self) -> dict[int, int]:
-        from haiprof import Analyzer
 
         optimizer = Analyzer(self.logs).phases().filter(phase="optimizer")
         return dict(optimizer.group_by("rank").len().rows())
@@ -84,13 +84,7 @@ def die(folder: Path, way: str, **variables: str) -> Death:
 
 @pytest.mark.parametrize(
     ("way", "status"),
-    [
-        ("SIGKILL", 137),
-        pytest.param("exit", 3, marks=pytest.mark.proof),
-        pytest.param("SIGSEGV", 139, marks=pytest.mark.proof),
-        pytest.param("SIGTERM", 143, marks=pytest.mark.proof),
-        pytest.param("null", 139, marks=pytest.mark.proof),
-    ],
+    [("SIGKILL", 137), *variants(("exit", 3), ("SIGSEGV", 139), ("SIGTERM", 143), ("null", 139))],
 )
 def test_no_step_is_lost(tmp_path: Path, way: str, status: int) -> None:
     death = die(tmp_path, way)
@@ -130,11 +124,9 @@ raise ConnectionResetError("reset")
 
 
 def test_ended_children_are_noted_and_left_to_the_job(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(CHILDREN)
-    job = run_job([PYTHON, str(tmp_path / "train.py")], folder=tmp_path / "job", haiprof=True)
+    job = run_script(tmp_path, CHILDREN)
     assert job.stdout.strip() == str(-signal.SIGKILL)
-    assert job.log_dir is not None
-    (noted,) = job.log_dir.glob("*/uncaught/*.json")
+    (noted,) = job.logs.glob("*/uncaught/*.json")
     (child,) = json.loads(noted.read_text())["ended"][0]["children"]
     assert child[1:] == [os.CLD_KILLED, signal.SIGKILL]
 
@@ -185,31 +177,25 @@ print("trained", flush=True)
     ("way", "function", "certain"),
     [
         ("crash", "crash", True),
-        ("beside", "crash_beside", False),  # another line may be told: the thread runs by itself
-        pytest.param("fork", "crash", True, marks=pytest.mark.proof),
-        pytest.param("recurse", "recurse", True, marks=pytest.mark.proof),
-        pytest.param("send", "send", True, marks=pytest.mark.proof),
-        pytest.param("noted", "crash", True, marks=pytest.mark.proof),
-        pytest.param("abort", "<module>", True, marks=pytest.mark.proof),
-        pytest.param("handle", None, True, marks=pytest.mark.proof),
+        *variants(  # of "beside" another line may be told: the thread runs by itself
+            ("beside", "crash_beside", False), ("fork", "crash", True),
+            ("recurse", "recurse", True), ("send", "send", True), ("noted", "crash", True),
+            ("abort", "<module>", True), ("handle", None, True),
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_crash_ends_the_job_as_without_haiprof_and_has_its_line(
     tmp_path: Path, way: str, function: str | None, certain: bool
 ) -> None:
-    (tmp_path / "train.py").write_text(CRASHES)
-    command = [PYTHON, str(tmp_path / "train.py"), way]
-    bare = run_job(command, folder=tmp_path / "bare", haiprof=False)
-    under = run_job(command, folder=tmp_path / "job", haiprof=True, options=["--quiet"])
+    bare, under = (run_script(tmp_path, CRASHES, way, haiprof=haiprof) for haiprof in (False, True))
     assert (under.returncode == bare.returncode) or (under.returncode == 128 - bare.returncode)
     assert under.stdout == bare.stdout
     assert [line for line in bare.stderr.splitlines() if line not in under.stderr] == []
-    assert under.log_dir is not None
-    (death,) = Analyzer(under.log_dir).deaths()
+    (death,) = under.analyzer().deaths()
     assert death.cause == ("crash" if function else "exit")
     if certain:
         assert (death.line or "").rpartition(" in ")[2] == (function or "")
-        assert len(list(under.log_dir.glob("*/uncaught/*.crash"))) == (1 if function else 0)
+        assert len(list(under.logs.glob("*/uncaught/*.crash"))) == (1 if function else 0)
 
 
 WORKER = """
@@ -237,8 +223,7 @@ if __name__ == "__main__":
 
 @pytest.mark.proof
 def test_a_worker_that_torch_has_reaped_is_told_with_its_signal(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WORKER)
-    job = run_job([PYTHON, str(tmp_path / "train.py")], folder=tmp_path / "job", haiprof=True)
+    job = run_script(tmp_path, WORKER)
     assert "exited unexpectedly" in job.stderr
     (death,) = job.analyzer().deaths()
     assert death.cause == "killed"

@@ -124,7 +124,7 @@ def test_warmup_is_left_out_and_counted(make_hook: Any) -> None:
     model, optimizer = small_model()
     begin = time.perf_counter_ns()
     steps = 0
-    while time.perf_counter_ns() - begin < 1.5e9:
+    while time.perf_counter_ns() - begin < 0.8e9:
         train_step(model, optimizer)
         steps += 1
         time.sleep(0.01)

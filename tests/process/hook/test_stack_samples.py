@@ -45,7 +45,7 @@ ident = threading.get_ident()
 sampler = StackSampler(lambda: ident, hz=200, note=print)
 sampler.begin_steps()
 sampler.start()
-over = time.perf_counter() + 6
+over = time.perf_counter() + 4
 while time.perf_counter() < over:
     for part in (in_python, in_one_call, in_operator, asleep):
         began = time.perf_counter()

@@ -118,13 +118,25 @@ def test_window_holds_the_steps_asked_for(traced: Callable[..., Traced]) -> None
     assert not list(one.run.trace_parts.glob(".*")), "a draft is left"
 
 
-@pytest.mark.parametrize("first", [0, 1, 2, 3])
-def test_window_at_the_beginning_holds_its_steps(first: int, traced: Callable[..., Traced]) -> None:
-    one = traced(steps=[first, first + 2])
-    train_epoch(loader(8), *small_model())
-    assert one.lines()[0]["state"] == "recorded"
-    assert marks(one.traces()[0]) == [first, first + 1]
-    assert count(one.traces()[0], "Optimizer.step") == 2
+@pytest.mark.parametrize(
+    ("config", "batches", "windows"),
+    [
+        *(({"steps": [first, first + 2]}, 8, [[first, first + 2]]) for first in range(4)),
+        ({"steps": [4, 6], "repeat": 3, "repeat_every": 5}, 30, [[4, 6], [9, 11], [14, 16]]),
+        ({"steps": None, "count": 2, "warmup_s": 0.0, "time_s": 0.0}, 20, [[10, 12]]),
+    ],
+    ids=["from 0", "from 1", "from 2", "from 3", "one after another", "after ten steps"],
+)
+def test_each_window_holds_its_steps(
+    config: dict[str, Any], batches: int, windows: list[list[int]], traced: Callable[..., Traced]
+) -> None:
+    one = traced(**config)
+    train_epoch(loader(batches), *small_model())
+    assert [(line["state"], line["steps"]) for line in one.lines()] == [
+        ("recorded", window) for window in windows
+    ]
+    assert [marks(trace) for trace in one.traces()] == [list(range(*w)) for w in windows]
+    assert [count(trace, "Optimizer.step") for trace in one.traces()] == [2] * len(windows)
 
 
 def test_steps_without_a_loader_end_with_the_optimizer(traced: Callable[..., Traced]) -> None:
@@ -142,19 +154,6 @@ def test_accumulated_batches_are_one_step(traced: Callable[..., Traced]) -> None
     assert one.lines()[0]["steps"] == [2, 4]
     assert marks(one.traces()[0]) == [2, 3]
     assert count(one.traces()[0], "enumerate(DataLoader)") == 6
-
-
-def test_several_windows_follow_each_other(traced: Callable[..., Traced]) -> None:
-    one = traced(steps=[4, 6], repeat=3, repeat_every=5)
-    train_epoch(loader(30), *small_model())
-    assert [line["steps"] for line in one.lines()] == [[4, 6], [9, 11], [14, 16]]
-    assert [marks(trace) for trace in one.traces()] == [[4, 5], [9, 10], [14, 15]]
-
-
-def test_count_without_warm_up_begins_after_ten_steps(traced: Callable[..., Traced]) -> None:
-    one = traced(steps=None, count=2, warmup_s=0.0, time_s=0.0)
-    train_epoch(loader(20), *small_model())
-    assert one.lines()[0]["steps"] == [10, 12]
 
 
 def test_seconds_are_moved_to_whole_steps(traced: Callable[..., Traced]) -> None:
@@ -177,15 +176,6 @@ def test_job_that_ends_with_the_window_is_whole(traced: Callable[..., Traced]) -
     assert (line["state"], line["steps"]) == ("recorded", [3, 6])
 
 
-def test_window_that_never_came_is_refused(traced: Callable[..., Traced]) -> None:
-    one = traced(steps=[50, 55])
-    train(4)
-    [line] = one.lines()
-    assert line["state"] == "refused"
-    assert "before the window" in line["reason"]
-    assert not one.traces()
-
-
 def test_size_guard_ends_the_window_early(traced: Callable[..., Traced]) -> None:
     sized = traced(steps=[4, 6])
     train_epoch(loader(10), *small_model())
@@ -199,25 +189,32 @@ def test_size_guard_ends_the_window_early(traced: Callable[..., Traced]) -> None
     assert 4 < line["steps"][1] < 12
 
 
-def test_step_larger_than_the_limit_is_refused(traced: Callable[..., Traced]) -> None:
-    one = traced(steps=[4, 6], limit_bytes=1000)
+@pytest.mark.parametrize(
+    ("config", "fits", "variable", "reason"),
+    [
+        ({"steps": [50, 55]}, True, "", "before the window"),
+        ({"limit_bytes": 1000}, True, "", "one step takes"),
+        ({}, False, "", "disk"),
+        *(({}, True, name, other_tool({name: "1"})) for name in
+          ("KINETO_USE_DAEMON", "CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")),
+    ],
+    ids=["it never came", "a step is too large", "full disk", "Kineto", "CUPTI", "Nsight Systems"],
+)  # fmt: skip
+def test_window_that_cannot_be_is_refused_with_the_reason(
+    config: dict[str, Any], fits: bool, variable: str, reason: str,
+    traced: Callable[..., Traced], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if not fits:
+        full: Any = lambda folder, needed: False  # noqa: E731
+        monkeypatch.setattr("haiprof.in_job.windows.requested_windows.fits", full)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    one = traced(**{"steps": [4, 6], **config})
     train_epoch(loader(10), *small_model())
     [line] = one.lines()
     assert line["state"] == "refused"
-    assert "one step takes" in line["reason"]
-
-
-def test_full_disk_is_refused(
-    traced: Callable[..., Traced], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "haiprof.in_job.windows.requested_windows.fits", lambda folder, needed: False
-    )
-    one = traced(steps=[4, 6])
-    train_epoch(loader(10), *small_model())
-    [line] = one.lines()
-    assert line["state"] == "refused"
-    assert "disk" in line["reason"]
+    assert reason in line["reason"]
+    assert not one.traces()
 
 
 def test_failed_write_ends_the_windows_and_nothing_else(
@@ -339,20 +336,6 @@ def test_job_keeps_its_own_sys_profiler(traced: Callable[..., Traced]) -> None:
     assert line["state"] == "recorded"
     assert "sys.setprofile" in line["remark"]
     assert one.sidecars()[0]["options"]["stacks"] is False
-
-
-@pytest.mark.parametrize(
-    "variable", ["KINETO_USE_DAEMON", "CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"]
-)
-def test_other_tools_in_the_environment_win(
-    variable: str, traced: Callable[..., Traced], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, "1")
-    one = traced(steps=[3, 5])
-    train(7)
-    [line] = one.lines()
-    assert line["state"] == "refused"
-    assert line["reason"] == other_tool({variable: "1"})
 
 
 def test_options_reach_the_trace(traced: Callable[..., Traced]) -> None:
