@@ -8,7 +8,6 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from haiprof.launch.run_directories import PUT_EVERY_S, PUT_LIMIT_S, RunCopies
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
 from tests.process.jobs import PYTHON, REPOSITORY, environment
-from tests.process.live import within
+from tests.process.live import LiveJob, within
 
 JOB = """
 import sys, torch
@@ -30,18 +29,9 @@ for _ in range(20):
 print("done")
 sys.exit(3)
 """
-TRAINS_ON = """
-import threading, sys, torch
-ended = threading.Event()
-threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-print("TRAINS", flush=True)
-while not ended.wait(0.01):
-    optimizer.zero_grad()
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-"""
+TRAINS_ON = JOB.replace(
+    "for _ in range(20)", "import time\nprint('TRAINS', flush=True)\nwhile not time.sleep(0.01)"
+)
 
 
 def run_with_address(
@@ -120,41 +110,18 @@ def _running_on(text: str) -> str | None:
     return rest.split()[0] if found and "\n" in rest else None
 
 
-@contextmanager
-def training(folder: Path) -> Iterator[int]:
-    """The id of a process that trains without haiprof, until this is left."""
-    command = [PYTHON, "-c", TRAINS_ON]
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment({}), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == "TRAINS\n"
-        yield process.pid
-    finally:
-        process.communicate(timeout=60)  # closes its input
-    assert process.returncode == 0
-
-
-def attach_with_address(folder: Path, address: str, **variables: str) -> RunPaths:
-    """A second of a process that runs already, recorded into `here`; its run there."""
-    command = [PYTHON, "-m", "haiprof", "attach"]
-    variables["HAIPROF_LOCAL_DIR"] = str(folder / "here")
-    with training(folder) as pid:
-        done = subprocess.run(
-            [*command, str(pid), "--time", "1", "--log-dir", address],
-            cwd=folder, env=environment(variables), capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    run = RunPaths(newest_run(folder / "here"))
-    assert f"at {address}/{run.root.name}\n" in done.stderr
-    return run
-
-
 @pytest.mark.proof
 def test_attached_recording_is_put_at_its_address(tmp_path: Path) -> None:
-    run = attach_with_address(tmp_path, f"file://{tmp_path}/there")
+    """A second of a process that runs already, recorded into `here`."""
+    (tmp_path / "train.py").write_text(TRAINS_ON)
+    address, here = f"file://{tmp_path}/there", {"HAIPROF_LOCAL_DIR": str(tmp_path / "here")}
+    with LiveJob(tmp_path, ["python", "train.py"], haiprof=False) as job:
+        words = ("attach", job.pid, "--time", "1", "--log-dir", address)
+        done = subprocess.run([PYTHON, "-m", "haiprof", *words], cwd=tmp_path, timeout=240,
+                              env=environment(here), capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = RunPaths(newest_run(tmp_path / "here"))
+    assert f"at {address}/{run.root.name}\n" in done.stderr
     assert content_of(tmp_path / "there" / run.root.name) == content_of(run.root)
     assert json.loads(run.manifest.read_text())["end_wall_ns"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import haiprof
-from tests.process.live import within
+from tests.process.live import LiveJob, within
 
 HAIPROF = [sys.executable, "-m", "haiprof"]
 
@@ -46,15 +46,13 @@ def test_manifest_holds_command_options_and_outcome(tmp_path: Path) -> None:
     assert content["start_wall_ns"] < content["end_wall_ns"]
 
 
-def test_quiet_prints_nothing_of_ours(tmp_path: Path) -> None:
-    done = run("--quiet", "echo", "hi", cwd=tmp_path)
+@pytest.mark.parametrize(("words", "environ"), [(["--quiet"], {}), ([], {"HAIPROF_ENABLED": "0"})])
+def test_quiet_and_disabled_by_the_platform_nothing_of_ours_is_printed(
+    tmp_path: Path, words: list[str], environ: dict[str, str]
+) -> None:
+    done = run(*words, "echo", "hi", cwd=tmp_path, **environ)
     assert (done.stdout, done.stderr) == ("hi\n", "")
-
-
-def test_disabled_by_the_platform_runs_the_bare_command(tmp_path: Path) -> None:
-    done = run("echo", "hi", cwd=tmp_path, HAIPROF_ENABLED="0")
-    assert (done.stdout, done.stderr) == ("hi\n", "")
-    assert not runs(tmp_path)
+    assert bool(runs(tmp_path)) is bool(words)
 
 
 def test_second_haiprof_inside_leaves_the_first_in_charge(tmp_path: Path) -> None:
@@ -114,27 +112,20 @@ def test_launcher_without_open_streams_still_runs_the_job(tmp_path: Path) -> Non
 
 
 def test_results_are_complete_while_the_job_still_runs(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
+    (tmp_path / "train.py").write_text(
         "import time, torch\n"
         "model = torch.nn.Linear(4, 4)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "end = time.monotonic() + 150\n"
-        "while time.monotonic() < end:\n"
+        "print('TRAINS', flush=True)\n"
+        "while True:\n"
         "    model(torch.ones(2, 4)).sum().backward()\n"
         "    optimizer.step()\n"
         "    time.sleep(0.01)\n"
     )
-    with subprocess.Popen(
-        [*HAIPROF, "train.py", "--time", "1"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    ) as job:
-        try:
-            within(120, lambda: list(tmp_path.glob("haiprof-logs/*/report/verdict.json")))
-            assert job.poll() is None
-        finally:
-            job.terminate()
-        assert job.stderr is not None
-        assert "the job runs on without haiprof's hooks" in job.stderr.read()
+    with LiveJob(tmp_path, ["python", "train.py"], "--time", "1") as job:
+        within(120, lambda: list(job.logs.glob("*/report/verdict.json")))
+        assert job.process.poll() is None
+        within(60, lambda: "the job runs on without haiprof's hooks" in job.stderr)
 
 
 @pytest.mark.proof
@@ -221,18 +212,21 @@ def test_trace_in_place_of_a_script_is_judged_as_a_trace(tmp_path: Path) -> None
     assert not runs(tmp_path)
 
 
-def test_script_that_is_not_there_is_one_error_and_no_run(tmp_path: Path) -> None:
-    done = run("nosuch.py", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "nosuch.py: no such file" in done.stderr
-    assert not runs(tmp_path)
-
-
-def test_what_cannot_start_leaves_no_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("word", "status", "said"),
+    [
+        ("nosuch.py", 2, "nosuch.py: no such file"),
+        ("env.sh", 127, "neither a Python script nor a program"),
+        ("verdct", 127, "did you mean: haiprof verdict"),
+    ],
+)
+def test_what_cannot_start_is_said_and_leaves_no_run(
+    tmp_path: Path, word: str, status: int, said: str
+) -> None:
     (tmp_path / "env.sh").write_text("echo\n")
-    done = run("env.sh", cwd=tmp_path)
-    assert done.returncode == 127
-    assert "neither a Python script nor a program" in done.stderr
+    done = run(word, cwd=tmp_path)
+    assert done.returncode == status
+    assert said in done.stderr
     assert not runs(tmp_path)
 
 
@@ -244,12 +238,6 @@ def test_module_that_is_not_there_is_one_error_and_no_run(tmp_path: Path) -> Non
     assert not runs(tmp_path)
     (tmp_path / "here.py").write_text("print('trained')\n")
     assert run("-m", "here", cwd=tmp_path).stdout.startswith("trained")
-
-
-def test_mistyped_command_gets_a_suggestion(tmp_path: Path) -> None:
-    done = run("verdct", cwd=tmp_path)
-    assert done.returncode == 127
-    assert "did you mean: haiprof verdict" in done.stderr
 
 
 @pytest.mark.proof

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from haiprof import TraceAnalysis
 pytestmark = pytest.mark.slow
 
 JOB = """
-import sys, torch
+import json, sys, torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -67,28 +68,32 @@ MODELS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(50, 70), nn.ReLU(), nn.Linear(70, 10)),
             lambda: (torch.randn(8, 50), torch.randint(10, (8,)))),
 }
-make, batch = MODELS[sys.argv[1]]
-model = make()
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-def step():
-    x, y = batch()
-    nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def trace(name):
+    make, batch = MODELS[name]
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-step()
-with FlopCounterMode(display=False) as counter:
+    def step():
+        x, y = batch()
+        nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     step()
-with torch.profiler.profile(
-    activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True,
-    schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
-    on_trace_ready=lambda p: p.export_chrome_trace(sys.argv[2]),
-) as profiler:
-    for _ in range(2):
+    with FlopCounterMode(display=False) as counter:
         step()
-        profiler.step()
-print(counter.get_total_flops())
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True,
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
+        on_trace_ready=lambda p: p.export_chrome_trace(f"{sys.argv[1]}/{name}.json"),
+    ) as profiler:
+        for _ in range(2):
+            step()
+            profiler.step()
+    return counter.get_total_flops()
+
+print(json.dumps({name: trace(name) for name in MODELS}))
 """
 
 TOKENS, WIDTH, VOCABULARY = 4 * 32, 64, 500
@@ -108,12 +113,21 @@ MODEL_FLOPS = {
 RECOMPUTED = {"transformer": 2 * SCORES, "checkpointed": 2 * SCORES + FORWARD - HEAD}
 
 
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """A folder with the trace of each model, and the FLOPs that torch's own counter saw."""
+    folder = tmp_path_factory.mktemp("models")
+    command = [sys.executable, "-c", JOB, str(folder)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
+    return folder, json.loads(said.stdout)
+
+
 @pytest.mark.parametrize("name", MODEL_FLOPS)
-def test_flops_of_a_traced_model_are_the_analytic_ones(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    command = [sys.executable, "-c", JOB, name, str(path)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    analysis = TraceAnalysis(path)
+def test_flops_of_a_traced_model_are_the_analytic_ones(
+    name: str, traced: tuple[Path, dict[str, int]]
+) -> None:
+    folder, counted = traced
+    analysis = TraceAnalysis(folder / f"{name}.json")
     row = analysis.step_efficiency(peaks={"fp32": 1e12, "memory": 1e11}).row(0, named=True)
     assert row["model_flops"] == pytest.approx(MODEL_FLOPS[name], rel=0.01)
     assert row["recomputed_flops"] == pytest.approx(RECOMPUTED.get(name, 0), rel=0.01)
@@ -123,4 +137,4 @@ def test_flops_of_a_traced_model_are_the_analytic_ones(name: str, tmp_path: Path
     assert {"gemm", "optimizer"} <= kinds
     # torch's counter does not know the attention of CPUs.
     matrix = operators.filter(pl.col("kind").is_in(["gemm", "convolution"]))["flops"].sum()
-    assert matrix == pytest.approx(int(said.stdout.split()[-1]), rel=0.01)
+    assert matrix == pytest.approx(counted[name], rel=0.01)

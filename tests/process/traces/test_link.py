@@ -57,7 +57,8 @@ def test_what_torch_writes_here_is_read_node_by_node(once: Once) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "figure_count", "cell_count"), [("traces", 11, 5), ("causes", 3, 3)]
+    ("name", "figure_count", "cell_count"),
+    [pytest.param("traces", 11, 5, marks=pytest.mark.proof), ("causes", 3, 3)],
 )
 def test_the_example_notebook_draws_every_picture(
     name: str, figure_count: int, cell_count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

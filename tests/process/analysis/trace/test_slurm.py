@@ -54,7 +54,7 @@ def test_job_script_asks_slurm_for_one_worker_that_speaks_tls() -> None:
     assert "--tls-key" in worker
 
 
-def test_keys_can_be_read_by_their_owner_alone(tmp_path: Path) -> None:
+def test_keys_can_be_read_by_their_owner_alone_and_go_with_the_cluster(tmp_path: Path) -> None:
     pytest.importorskip("dask_jobqueue")
     cluster = SlurmCluster()
     cluster.job_script()
@@ -62,13 +62,9 @@ def test_keys_can_be_read_by_their_owner_alone(tmp_path: Path) -> None:
     made = [folder, *folder.rglob("*")]
     assert [path for path in made if path.name.endswith("key")]
     assert [path for path in made if path.stat().st_mode & 0o077] == []
-
-
-def test_keys_go_with_the_cluster(tmp_path: Path) -> None:
-    pytest.importorskip("dask_jobqueue")
-    SlurmCluster().job_script()
+    del cluster
     gc.collect()
-    assert list((tmp_path / "cache" / "haiprof" / "dask").iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_slurm_without_the_extra_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +100,7 @@ def test_nodes_of_slurm_give_the_same_report(
         assert_frame_equal(there.tables[name], table, check_exact=True)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.usefixtures("slurm")
 def test_nodes_of_slurm_give_the_same_verdict_of_a_run(tmp_path: Path) -> None:
