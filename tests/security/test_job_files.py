@@ -22,7 +22,7 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
 from haiprof.run_format.reader import read_lines, read_records
 from haiprof.run_format.schema import PHASES
-from tests.process.jobs import Job, run_job
+from tests.process.jobs import Job, run_script
 from tests.process.live import within
 
 # What the hook's drain thread does, without torch: files are opened, written, closed.
@@ -314,13 +314,8 @@ for file in own:
 
 
 def both_ways(folder: Path, source: str, *options: str) -> tuple[Job, Job]:
-    script = folder / "train.py"
-    script.write_text(source)
-    command = ["python", str(script)]
-    bare = run_job(command, folder=folder / "bare", haiprof=False)
-    recorded = run_job(
-        command, folder=folder / "recorded", haiprof=True, options=("--quiet", *options)
-    )
+    bare = run_script(folder, source, haiprof=False)
+    recorded = run_script(folder, source, options=("--quiet", *options))
     assert bare.returncode == 0, bare.stderr
     assert (recorded.returncode, recorded.stdout) == (0, bare.stdout), recorded.stderr
     return bare, recorded

@@ -104,7 +104,7 @@ def files_below(folder: Path) -> set[Path]:
 LISTEN = """
 import socket, time
 with socket.create_server(("127.0.0.1", 0)):
-    time.sleep(3)
+    time.sleep(1.5)
 """
 
 

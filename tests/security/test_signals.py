@@ -264,13 +264,20 @@ def _outlives_its_launcher(one: Launched, job: int) -> None:
     within(LIMIT_S, lambda: _listed_pids(one) == [job], "the job in the list")
 
 
-def test_job_that_has_outlived_its_launcher_ends_by_the_pid_that_ps_shows(tmp_path: Path) -> None:
-    with Launched(tmp_path, options=QUIET) as one:
+def test_job_that_has_outlived_its_launcher_ends_by_its_pid_and_by_its_group(
+    launch: Callable[..., Launched],
+) -> None:
+    """The pid is the one that `ps` shows; `subprocess.run(timeout=)` kills the launcher alone."""
+    jobs = by_pid, by_group = launch("pid", options=QUIET), launch("group", options=QUIET)
+    for one in jobs:
         one.beside()
-        os.kill(one.launcher(), signal.SIGKILL)
+        one.process.kill()
+        one.process.wait()
         one.goes_on()
-        (pid,) = within(LIMIT_S, lambda: _listed_pids(one), "the job")
-        os.kill(pid, signal.SIGTERM)
+    (pid,) = within(LIMIT_S, lambda: _listed_pids(by_pid), "the job")
+    os.kill(pid, signal.SIGTERM)
+    os.killpg(by_group.process.pid, signal.SIGTERM)
+    for one in jobs:
         one.leaves_nothing()
 
 
@@ -338,17 +345,6 @@ def test_job_in_a_session_of_its_own_gets_what_the_launcher_gets(tmp_path: Path)
         one.job()
         os.killpg(one.process.pid, signal.SIGTERM)
         assert one.process.wait(30) != 0
-
-
-def test_caller_that_gives_up_must_mean_the_group(tmp_path: Path) -> None:
-    """`subprocess.run(timeout=)` kills one process; with `process_group` and killpg all end."""
-    with Launched(tmp_path, options=QUIET) as one:
-        one.beside()
-        one.process.kill()
-        one.process.wait()
-        one.goes_on()
-        os.killpg(one.process.pid, signal.SIGTERM)
-        one.leaves_nothing()
 
 
 def _listed_pids(one: Launched) -> list[int]:
