@@ -143,7 +143,7 @@ def test_job_of_slurm_is_chosen_by_its_number_and_begins_at_a_time(
     other, own = env | {"SLURM_JOB_ID": "11"}, env | {"SLURM_JOB_ID": "12"}
     with (agent(folder, env), running(folder, "train.py", env=other),
           running(folder, "train.py", env=own) as job):  # fmt: skip
-        start = time.time() + 14
+        start = time.time() + 20
         at = ("--time", "0.5", "--start-at", f"{start:.3f}")
         words = ("slurm:12", *at, "-o", "traces", "--json")
         done = haiprof(folder, "trace-now", *words, env=env)
