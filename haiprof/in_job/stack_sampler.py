@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
+import gc
 import os
 import sys
 import threading
@@ -139,6 +141,9 @@ class StackSampler:
         """
         self._costs_ns = (0.0, 0.0)
         self._slice_cost_ns = 0.0
+        self._sampling_ident = 0
+        self._collected_ns = 0  # CPU time of the sampling thread in which the collector ran there
+        self._collects_since_ns = 0
         self._stopped = False
         self._random = os.getpid()
         self._steps_began_ns: int | None = None
@@ -153,6 +158,7 @@ class StackSampler:
     def prepare(self) -> None:
         """Makes it ready for `sample_until`, on whichever thread."""
         self._wake.acquire()
+        gc.callbacks.append(self._on_collection)
         if self._compiled is not None:
             self._compiled.begin_samples(self._until, MAX_PENDING, MAX_PLACES)
             interval_us = round(1e6 * sys.getswitchinterval())
@@ -168,6 +174,8 @@ class StackSampler:
         """Ends the thread, soon; from any thread."""
         if not self._stopped:
             self._stopped = True
+            with contextlib.suppress(ValueError):  # the job may have removed it
+                gc.callbacks.remove(self._on_collection)
             if self._compiled is not None:
                 self._compiled.stop()
             self._wake.release()
@@ -209,6 +217,7 @@ class StackSampler:
     def sample_until(self, pause_ns: int) -> bool:
         """Samples for a while; False once it has been stopped."""
         ends = _now() + pause_ns
+        self._sampling_ident = _ident()
         while not self._stopped and _now() < ends:
             known = getattr(threading, "_active", {})  # the job's Python threads
             others = len(known) - (self._thread() in known) - (_ident() in known) > 0
@@ -219,14 +228,31 @@ class StackSampler:
                 self._sample_plainly()
             else:
                 count = self._wait_for_samples(self._compiled, slice_ends)
-            began_ns = time.thread_time_ns()
+            began_ns = self._cpu_ns()
             if self._compiled is not None:
                 self._take_samples(self._compiled, count)
             if others and not self._stopped:
                 self._look_at_others()
-            took_ns = time.thread_time_ns() - began_ns
+            took_ns = self._cpu_ns() - began_ns
             self._slice_cost_ns += (took_ns - self._slice_cost_ns) / 4
         return not self._stopped
+
+    def _on_collection(self, phase: str, _info: dict[str, int]) -> None:
+        """What gc.callbacks calls before and after each collection, on the thread that it is on."""
+        # A thread that makes an object may have to collect all of the job's. Counted as the price
+        # of samples, that would leave none for the rest of a run.
+        if _ident() != self._sampling_ident:
+            return
+        now_ns = time.thread_time_ns()
+        if phase == "start":
+            self._collects_since_ns = now_ns
+        elif self._collects_since_ns:
+            self._collected_ns += now_ns - self._collects_since_ns
+            self._collects_since_ns = 0
+
+    def _cpu_ns(self) -> int:
+        """CPU time of this thread, the sampling one, without the collector's."""
+        return time.thread_time_ns() - self._collected_ns
 
     def _wait_for_samples(self, compiled: Any, ends_ns: int) -> int:
         """Has samples taken until a time, or until others are to be looked at; says how many."""
@@ -253,7 +279,7 @@ class StackSampler:
             stack = LEFT_OUT if node == LEFT_OUT else self._stack_of_node[node]
             self._samples.append(_Sample(time_ns, stack, *moment))
         if count:
-            now = (_now(), self.totals[1] + count, time.thread_time_ns(), *compiled.held_ns())
+            now = (_now(), self.totals[1] + count, self._cpu_ns(), *compiled.held_ns())
             _, _, cpu_ns, own_ns, lock_ns = (a - b for a, b in zip(now, self.totals, strict=True))
             weight = min(count / MIN_SAMPLES, 1.0)  # of what was seen last
             self._costs_ns = tuple(
@@ -273,7 +299,7 @@ class StackSampler:
         stack = read_stacks((owner,), until=self._until, limit=MAX_DEPTH).get(owner, ())
         if len(self._samples) < MAX_PENDING:
             self._samples.append(_Sample(_now(), self._tree.find(stack), due_ns))
-        self.totals = (_now(), self.totals[1] + 1, time.thread_time_ns(), 0, 0)
+        self.totals = (_now(), self.totals[1] + 1, self._cpu_ns(), 0, 0)
 
     def _run(self) -> None:
         try:

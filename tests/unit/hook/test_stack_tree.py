@@ -160,6 +160,36 @@ def test_a_thread_is_sampled_at_its_rate_until_it_is_stopped(
     assert any(frame[2].endswith("wait") for frame in seen)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_collection_on_the_sampling_thread_is_no_price_of_samples(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's garbage is collected by whoever makes the next object."""
+    if not compiled:
+        monkeypatch.setattr(frames, "_compiled", None)
+    kept = [[n] for n in range(1_000_000)]  # 50 ms of a collection
+    main, collected = threading.get_ident(), []
+
+    def training_thread() -> int:
+        if threading.get_ident() != main and not collected:
+            collected.append(gc.collect())
+        return main
+
+    hooks = len(gc.callbacks)
+    sampler = StackSampler(training_thread, hz=100.0, note=lambda line: pytest.fail(str(line)))
+    sampler.begin_steps()
+    sampler.start()
+    deadline = time.monotonic() + 20
+    while sampler.totals[1] < 10 and time.monotonic() < deadline:
+        sum(range(1000))
+    sampler.stop()
+    assert collected
+    assert len(kept) == 1_000_000
+    assert sampler.totals[2] < 20_000_000
+    assert sampler.pause_ns() < 1_000_000_000
+    assert len(gc.callbacks) == hooks
+
+
 def test_the_jump_back_of_a_loop_is_no_line_of_an_import() -> None:
     source = "import os\nfor n in range(3):\n    m = n\n    if n % 2 and m:\n        m = 7\n"
     code = compile(source, "train.py", "exec")
