@@ -9,6 +9,7 @@ from dataclasses import replace
 import polars as pl
 
 from haiprof.base import units
+from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.medians import lower_median
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.thresholds import SAME_COUNT_RATIO
@@ -21,6 +22,11 @@ DRIFT_PHASE_RATIO = 0.50
 FAULT_NS = 2_000.0
 """What a page fault takes with a page to clear, on virtual machines: 9,000 of them took 22 ms on
 ours; hosts take about half of it. Own choice."""
+FAULT_LEAST_NS = 500.0
+"""And at least, with giving the page back. Own choice: on our virtual machine 294,000 of them in a
+step took 1.1 s, which glibc saved by keeping the memory, and half of which huge pages saved."""
+PAGE_BYTES = 4096
+"""Of most systems; elsewhere pages are larger."""
 STOLEN_NOTED_RATIO = 0.05
 """Of the time of a main thread: what shared machines lose to steal on a usual day. Own choice."""
 PAGES_ELSEWHERE_RATIO = 0.50
@@ -327,6 +333,59 @@ def _find_far_memory(inputs: RuleInputs, rank: int) -> Finding | None:
     return replace(placed, cause="far_memory", title=", it runs far from its GPU or memory")
 
 
+_KEEP_MEMORY = (
+    "keep it in the process: MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=8000000000 "
+    "in the job's environment (glibc before 2.35: MALLOC_MMAP_MAX_=0 for the first), or jemalloc "
+    "or tcmalloc by LD_PRELOAD (PyTorch's performance tuning guide); or reuse the tensors"
+)
+
+
+def page_faults(inputs: RuleInputs) -> Finding | str | None:
+    """Memory goes back to the system and is faulted in again in each step, page by page."""
+    faults = inputs.counted.of("page_fault_count_per_s")
+    if inputs.uses_gpu or inputs.is_short or not faults:
+        return "the ranks use a GPU, training was short, or page faults were not counted"
+    # A page that stays is no churn, and those of loader workers took no more than all their time.
+    fewer = {
+        rank: _growth_per_s(inputs, rank) / PAGE_BYTES
+        + (inputs.worker_cores(rank) or 0.0) * units.NS_PER_S / FAULT_LEAST_NS
+        for rank in faults
+    }
+    again = {rank: max(count - fewer[rank], 0.0) for rank, count in faults.items()}
+    # Several threads have theirs at the same time.
+    threads = {rank: max(inputs.main_cores.get(rank, 1.0), 1.0) for rank in faults}
+    lost = {rank: again[rank] * FAULT_LEAST_NS / units.NS_PER_S / threads[rank] for rank in faults}
+    rank = max(lost, key=lambda r: (lost[r], -r))
+    if lost[rank] < PROBLEM_RATIO:
+        return None
+    step_ns = float(number(inputs.by_rank[rank]["step_ns"].mean()) or 0.0)
+    count = again[rank] * step_ns / units.NS_PER_S
+    size = units.bytes_text(round(count * PAGE_BYTES))
+    return make_finding(
+        f"about {float(f'{count:.2g}'):,.0f} page faults in each step: {size} are given back to "
+        f"the system and taken again, at least {units.ratio_text(lost[rank])} of the step",
+        f"{_KEEP_MEMORY}; THP_MEM_ALLOC_ENABLE=1, with which PyTorch asks for transparent huge "
+        "pages, saves about half of it",
+        ("page faults a second", faults[rank], "count"),
+        ("of which memory that grows and loader workers, at most", fewer[rank], "count"),
+        (f"of a step, at {FAULT_LEAST_NS / 1e3:g} us each", lost[rank] * step_ns, "ns"),
+        confidence=0.7,
+        lost_ratio=lost[rank],
+        missing=("what a page fault takes here: a run with these variables shows it",),
+        rank=rank if sum(share >= PROBLEM_RATIO for share in lost.values()) < len(lost) else None,
+    )
+
+
+def _growth_per_s(inputs: RuleInputs, rank: int) -> float:
+    """By how many bytes the rank's memory became larger in each second."""
+    points = inputs.counted.points
+    own = points.filter((pl.col("metric") == "memory_rss_bytes") & (pl.col("rank") == rank))
+    if own.height < 2:
+        return 0.0
+    time_ns, size = own.sort("time_ns").select("time_ns", "value").to_numpy()[[0, -1]].T
+    return float(max(size[1] - size[0], 0.0) / max(time_ns[1] - time_ns[0], 1.0) * units.NS_PER_S)
+
+
 def _find_faults(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
     """The same work with far more page faults, which take most of what it loses."""
     # What the allocator keeps is chance. Larger inputs, which are found before, have more of them
@@ -339,9 +398,7 @@ def _find_faults(inputs: RuleInputs, rank: int, share: float) -> Finding | None:
     own = faults.get(rank, 0.0)
     return make_finding(
         f", it has {own:,.0f} page faults per second, {beyond:,.0f} more than the others",
-        "memory is given back to the system and faulted in again in each step: keep it in "
-        "the process (MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ of glibc; jemalloc or "
-        "tcmalloc by LD_PRELOAD), or reuse the tensors",
+        f"memory is given back to the system and faulted in again in each step: {_KEEP_MEMORY}",
         (f"rank {rank}: page faults per second", own, "count"),
         cause="page_faults",
     )

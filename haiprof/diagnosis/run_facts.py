@@ -24,7 +24,7 @@ from haiprof.diagnosis.gpu_functions import (
     gpu_compute_report,
     memory_report,
 )
-from haiprof.diagnosis.machine_causes import numa_placement
+from haiprof.diagnosis.machine_causes import numa_placement, page_faults
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FAR_MIN_RANKS
 from haiprof.diagnosis.verdict import Finding, make_finding
@@ -511,7 +511,7 @@ def allocator_retries(inputs: RuleInputs) -> Finding | str | None:
 
 RULES: tuple[Rule, ...] = (
     standstill, first_batch, compilation, memory_creep, memory_pressure,
-    gpu_memory_limit, allocator_retries, numa_placement,
+    gpu_memory_limit, allocator_retries, page_faults, numa_placement,
     settings_facts.anomaly_detection, settings_facts.profiler_left_on,
     settings_facts.costly_switches, settings_facts.double_precision,
     settings_facts.deterministic_mode, settings_facts.mkldnn_off, settings_facts.unfused_adam,

@@ -426,6 +426,37 @@ def test_memory_pressure(root: Path, pressure: float, fires: bool) -> None:
     assert ("memory_pressure" in {f.rule for f in judged(root).findings}) is fires
 
 
+@pytest.mark.parametrize(
+    ("per_s", "pages_kept", "cores", "workers", "lost"),
+    [
+        (200_000, 0.0, 1.0, 0.0, 0.10),
+        (200_000, 0.3, 1.0, 0.0, 0.07),
+        (200_000, 0.9, 1.0, 0.0, None),  # a heap that grows
+        (200_000, 0.0, 4.0, 0.0, None),  # four threads share them
+        (200_000, 0.0, 1.0, 0.06, None),  # it may be the loader's workers
+        (60_000, 0.0, 1.0, 0.0, None),
+        (0, 0.0, 1.0, 0.0, None),
+    ],
+)
+def test_page_faults_of_memory_that_goes_back_and_forth(
+    root: Path, per_s: float, pages_kept: float, cores: float, workers: float, lost: float | None
+) -> None:
+    write_story(root, lambda *_: BALANCED, steps=800)
+    counters(root, lambda t, _: {
+        "page_fault_count": per_s * (t + 2), "cpu_main_ns": cores * (t + 2) * NS_PER_S,
+        "cpu_ns": (cores + workers) * (t + 2) * NS_PER_S,
+        "memory_rss_bytes": 2**30 + pages_kept * per_s * 4096 * (t + 2)})  # fmt: skip
+    found = [f for f in judged(root).findings if f.rule == "page_faults"]
+    assert [f.lost_ratio for f in found] == ([] if lost is None else [pytest.approx(lost, rel=0.1)])
+    if lost is not None:
+        (finding,) = found
+        assert finding.severity == "warning"
+        assert "MALLOC_TRIM_THRESHOLD_=" in finding.remedy
+        count = int(re.findall(r"about ([\d,]+) page faults", finding.title)[0].replace(",", ""))
+        # Steps of 17.8 ms.
+        assert count == pytest.approx(per_s * (1 - pages_kept) * 0.0178, rel=0.05)
+
+
 @pytest.mark.parametrize(("retries", "fires"), [(40, True), (1, False)])
 def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
     write_story(root, lambda *_: BALANCED)
