@@ -31,6 +31,7 @@ from haiprof.run_analysis.ledger import (
     NATIVE,
     OPERATORS,
     UNKNOWN,
+    waiting_stacks,
     workers_without_core,
 )
 from haiprof.run_analysis.lines import (
@@ -375,7 +376,7 @@ def _with_holder(question: Question, said: Finding) -> Finding:
 
 
 def _without_waits(samples: code_samples.CodeSamples) -> code_samples.CodeSamples:
-    """Those of threads that wait for nothing themselves: who waits holds no lock."""
+    """Those of threads that wait for no lock themselves."""
     frames = samples.tree.frames
     waits = np.array([*(frame.file.endswith(_WAITING_FILES) for frame in frames), False])
     return samples.take(~waits[samples.tree.place[samples.stack]])
@@ -385,7 +386,7 @@ def _interpreter_lock(question: Question) -> Finding:
     # A thread that holds the lock is looked at once it lets go of it, often where it waits then.
     chosen, used = _other_threads(question)
     of = "a core, in another thread that takes the GIL"
-    lines = code_lines(_without_waits(chosen), of, used)
+    lines = code_lines(chosen.take(~waiting_stacks(chosen.tree)[chosen.stack]), of, used)
     seen = () if lines else code_lines(chosen, of, used)
     within = f", in {seen[0].function}," if seen else ""
     return make_finding(

@@ -570,6 +570,20 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     return np.where(samples.stack == 0, UNKNOWN, found)
 
 
+def waiting_stacks(tree: CodeTree) -> Bools:
+    """Per stack: whether its innermost frame is a call that waits, and holds no interpreter lock.
+
+    A thread that lets go of that lock there is seen there, whatever it did before.
+    """
+    waits = [
+        _frame_activity(frame, package_of(frame.file, library=library), uses_gpu=False)
+        in _SEEN_IN_CODE
+        for frame, library in zip(tree.frames, tree.library.tolist(), strict=True)
+    ]
+    found: Bools = np.append(np.array(waits, dtype=np.bool_), False)[tree.place]
+    return found
+
+
 def _frame_activity(frame: Frame, package: str, *, uses_gpu: bool) -> int:
     """What a thread does whose innermost frame this is, while it holds no lock."""
     if uses_gpu and package == JOB and _DEVICE_READ.search(frame.expression):

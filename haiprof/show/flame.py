@@ -14,6 +14,7 @@ from haiprof.diagnosis.opportunities import lacks_line
 from haiprof.diagnosis.run_ledger import RunLedger, plain_ledger
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.flame_graph import FlameGraph, FlameSeries, FlameSource, flame_graph
+from haiprof.run_analysis.ledger import waiting_stacks
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import last_attempts
@@ -126,8 +127,16 @@ def sampled_lines(
         chosen &= position == POSITIONS.index(part)
     elif part is not None:
         chosen &= samples.phase == CODE_PHASES.index(part)
+    others = chosen & (samples.phase == CODE_PHASES.index("other_threads"))
+    waiting = others & waiting_stacks(samples.tree)[samples.stack]
+    chosen &= ~waiting
     samples = samples.take(chosen)
     notes = [*samples.notes, *([_WITHOUT_LINE] if unplaced else [])]
+    if waiting.any():
+        notes.append(
+            f"other Python threads: {waiting.sum()} of {others.sum()} looks found them where they "
+            "wait, which is no line that uses a core"
+        )
     if left_out and rank is None:
         notes.append(f"{count_text(left_out, 'rank')} left out: --rank RANK shows one of them")
     return samples, line_frame(samples, (position[chosen], of_step[chosen])), tuple(notes)

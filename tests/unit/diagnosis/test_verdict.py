@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from haiprof import Analyzer
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.engine import nothing_text
 from haiprof.diagnosis.run_facts import RULES
@@ -24,6 +25,7 @@ from haiprof.run_format.stack_lines import INDEPENDENT
 from haiprof.run_format.tables import CGROUP
 from haiprof.run_format.writer import append_line
 from haiprof.show.card import verdict_card, view_text
+from haiprof.show.flame import sampled_lines
 from haiprof.show.run_header import manifest_or_none, run_header
 from tests.unit.analysis.recorded import (
     CLOCK,
@@ -177,7 +179,7 @@ def write_marks(root: Path, lock: str) -> None:
     write_stacks(RunPaths(root).rank(0).stacks, samples, lock=lock * len(samples))
 
 
-def write_lock(root: Path, *more: tuple[str, int, str]) -> None:
+def write_lock(root: Path, *more: tuple[Any, ...]) -> None:
     """Each third sample finds the training thread waiting for a lock that another one holds."""
     write_sampled(root, lambda *_: BALANCED, steps=200)
     path = RunPaths(root).rank(0).stacks
@@ -982,12 +984,37 @@ def test_backward_that_may_go_through_old_graphs_is_told(
     assert headline.startswith("nothing stands out") != said
 
 
-def test_who_holds_the_lock_and_is_seen_where_it_waits_has_no_line(root: Path) -> None:
+SLEEPING = (*job(14, "refresh", "cache.py"), "time.sleep(0.018)")
+
+
+@pytest.mark.parametrize("wait", [(f"{PYTHON}/queue.py", 180, "Queue.get"), SLEEPING])
+def test_who_holds_the_lock_and_is_seen_where_it_waits_has_no_line(
+    root: Path, wait: tuple[Any, ...]
+) -> None:
     """It is looked at once it lets go of the lock: that line took no time."""
-    write_lock(root, (f"{PYTHON}/queue.py", 180, "Queue.get"))
+    write_lock(root, wait)
     first = judged(root).findings[0]
     assert first.title.startswith("another Python thread, in refresh, holds the interpreter lock")
     assert first.code_lines == ()
+    _, lines, notes = sampled_lines(Analyzer(root), None, "other_threads")
+    assert lines.is_empty()
+    assert "200 of 200 looks found them where they wait" in notes[-1]
+
+
+def test_who_holds_the_lock_has_the_line_at_which_it_does_not_wait(root: Path) -> None:
+    write_lock(root, SLEEPING)
+    path = RunPaths(root).rank(0).stacks
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    asleep, caller = next((o[2], o[2] - 1) for line in lines for o in line.get("others", ()))
+    looks = [look for line in lines for look in line.get("others", ())]
+    for look in looks[::4]:
+        assert look[2] == asleep
+        look[2] = caller
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first = judged(root).findings[0]
+    assert [line.location for line in first.code_lines] == ["cache.py:12 refresh"]
+    _, found, _ = sampled_lines(Analyzer(root), None, "other_threads")
+    assert found["line"].to_list() == [12]
 
 
 def test_a_lock_that_no_thread_of_the_jobs_was_seen_with_is_no_finding(root: Path) -> None:
