@@ -56,6 +56,10 @@ WHERE = {
 }  # fmt: skip
 """How a title names a position."""
 _UNKNOWN = ACTIVITIES[UNKNOWN]
+_MAYBE_OF_OTHERS = ("few_workers", "no_workers", "cores_full", "slow_samples", "part_of_run")
+"""Causes of waiting for the loader's workers that may be other processes' doing."""
+_TOLD_OF_INPUT = ("epoch_restart", "part_of_run", "slow_samples")
+"""Causes that say more of batches made on the training thread than the line that makes them."""
 SLUGS = {
     "input": "dataloader_bound", "forward": "forward_bound", "backward": "backward_bound",
     "optimizer": "optimizer_bound", "evaluation": "evaluation_heavy",
@@ -203,9 +207,8 @@ def _small_operators(question: Question) -> Finding:
 
 def _waits_for_loader(question: Question) -> Finding:
     inputs, loading = question.inputs, question.of_phase(code_samples.WORKER)
-    why = loader_cause(
-        inputs, loading if len(loading.rank) else question.of_phase(code_samples.DATALOADER)
-    )
+    made = loading if len(loading.rank) else question.of_phase(code_samples.DATALOADER)
+    why = loader_cause(inputs, made, question.account.when)
     lines = code_lines(loading, "the workers' loading", 1.0)
     if why is not None and why.rule == "epoch_restart":
         beside = question.of_phase(code_samples.WORKER_WAITING)
@@ -216,7 +219,7 @@ def _waits_for_loader(question: Question) -> Finding:
             place = place_text(most.file, most.line, written_in(most.function))
             at = f": {ratio_text(most.share)} of {most.of} is at {place}"
             why = replace(why, title=why.title + at)
-    if why is None or why.rule in ("few_workers", "no_workers", "cores_full", "slow_samples"):
+    if why is None or why.rule in _MAYBE_OF_OTHERS:
         starved = machine_causes.starvation(inputs)
         lost = (
             max(workers_without_core(question.samples, rank) for rank in set(loading.rank.tolist()))
@@ -283,8 +286,8 @@ def _input(question: Question) -> Finding:
             "fewer and larger tensors",
         )
     makes = question.of_phase(code_samples.DATALOADER)
-    why = loader_cause(inputs, makes)
-    told = why if why is not None and why.rule in ("epoch_restart", "slow_samples") else None
+    why = loader_cause(inputs, makes, account.when)
+    told = why if why is not None and why.rule in _TOLD_OF_INPUT else None
     waits = account.activity.startswith("wait")
     is_its = why is not None and (why.rule == "cores_full" or (why.rule == "storage") == waits)
     known = (why if is_its else told) or Finding(

@@ -44,6 +44,15 @@ _READ_MORE = (
     "read less often and more at once: larger files (tar, parquet, memory maps), a local copy of "
     "the data set, no request per sample"
 )
+_IN_WORKERS = "load batches in worker processes, which read ahead (num_workers=1 and up)"
+_PART_OF_RUN = re.compile(r"(?:more )?(until|since) step ")
+_OF_PART = {
+    "until": "these steps pay it as a first epoch does that fills a cache (the dataset's own, or "
+    "the system's of files): fill it in a warm-up ahead of training, and keep what was made in a "
+    "file for the next run",
+    "since": "look for what changed at that step: other samples, a cache that was full or emptied, "
+    "others that use the same storage",
+}
 _MORE_WORKERS = ("storage", "no_workers", "few_workers")
 """Causes whose remedy is, or may be, more workers."""
 _SHARES = (
@@ -111,10 +120,10 @@ class _Loading:
         )
 
 
-def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | None:
+def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples, when: str) -> Finding | None:
     """Why training waits for input, as the numbers of a run show; None where nothing tells it.
 
-    `loading_samples` are those of whoever makes the batches.
+    `loading_samples` are those of whoever makes the batches, `when` says which steps wait.
     """
     # The rank that waits as long as the typical one: the lower middle.
     waits = {rank: number(own["dataloader_host_ns"].mean()) or 0.0
@@ -137,6 +146,7 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples) -> Finding | 
     )  # fmt: skip
     found = (
         _epochs(inputs, loading, loading_samples)
+        or _part_of_run(when)
         or _rare_samples(inputs, loading)
         or _storage(inputs, loading, loading_samples)
         or _workers(loading, on_gpu=inputs.uses_gpu)
@@ -200,6 +210,12 @@ def _epochs(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Find
     )
 
 
+def _part_of_run(when: str) -> Finding | None:
+    """All steps up to one wait, or all from one on."""
+    found = _PART_OF_RUN.match(when)
+    return found and Finding(rule="part_of_run", title=f"paid {when}", remedy=_OF_PART[found[1]])
+
+
 def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     """Few steps hold most of the waiting: fewer than bursts of so many workers would give."""
     # What each step waits as usual, the median, is left out: slow samples are slow beside others.
@@ -215,8 +231,8 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     return make_finding(
         "most of it for a few slow samples",
         "find the samples that are slow (large or remote files, retries, outliers in "
-        "length): time dataset[i] for each i; prepare them ahead, or read further ahead "
-        "(prefetch_factor)",
+        "length): time dataset[i] for each i; prepare them ahead, or "
+        + ("read further ahead (prefetch_factor)" if loading.workers else _IN_WORKERS),
         ("steps with 80 % of the unusual waiting", typical, "ratio"),
         ("workers", float(loading.workers), "count"),
         rule="slow_samples",

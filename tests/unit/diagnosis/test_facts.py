@@ -227,6 +227,29 @@ def test_restarted_workers_are_told_by_the_starts_of_epochs(
     assert ("num_workers=0" in finding.remedy) == without
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("is_paid", "said", "remedy"),
+    [
+        (lambda step: step < 60, "paid until step 59", "fills a cache"),
+        (lambda step: step >= 240, "paid since step 240", "what changed at that step"),
+        (lambda step: step % 15 == 7, "for a few slow samples", "time dataset[i] for each i"),
+    ],
+)
+def test_waiting_in_a_part_of_the_run_is_no_slow_sample(
+    root: Path, workers: int, is_paid: Callable[[int], bool], said: str, remedy: str
+) -> None:
+    write_story(
+        root, lambda _, step: (60.0 if is_paid(step) else 0.2, *BALANCED[1:]), steps=300
+    )  # fmt: skip
+    note(root, 0, type="dataloader", workers=workers)
+    found = find(judged(root), "dataloader_bound")
+    assert said in found.title
+    assert remedy in found.remedy
+    if not workers:  # without them nothing is read ahead
+        assert "prefetch_factor" not in found.remedy
+
+
 @pytest.mark.parametrize(
     ("usual_ms", "slow_ms", "every", "workers", "queued", "are_slow"),
     [
