@@ -38,6 +38,8 @@ SMALL_OPERATORS = "many_small_operators"
 Line = tuple[str, int, str]
 """File, line, function."""
 _ENGINE = "/torch/autograd/"
+_OPTIMIZER_FILE = "/torch/optim/optimizer.py"
+"""Wraps the step of each optimizer."""
 _LEAST_SHARE = 0.002
 """Lines with less of backward stay with the line that called it."""
 _LOOP_NS = MANY_OPERATORS * OPERATOR_CALL_NS
@@ -211,7 +213,7 @@ def _loops_of(tree: CodeTree) -> tuple[Ints, list[int]]:
     """Per stack the number of the outermost loop that it is in, 0 for none; and what each loop is.
 
     Of a loop whose rounds do not need one another, what is inside a module is not in it: another
-    module may be called in each.
+    module may be called in each. Of no loop is what is inside an optimizer that it calls.
     """
     known: dict[tuple[str, int, int], int] = {}
     found = np.zeros(len(tree.place), dtype=np.int64)
@@ -221,6 +223,8 @@ def _loops_of(tree: CodeTree) -> tuple[Ints, list[int]]:
         outer = int(found[tree.parent[stack]])
         if MODULE_FILE in frame.file:
             outer = outer if kinds[outer] & stack_lines.RECURRENCE else 0
+        elif frame.file.endswith(_OPTIMIZER_FILE):
+            outer = 0
         if frame.loop and kinds[outer] & stack_lines.LAYERS != stack_lines.INDEPENDENT:
             outer = known.setdefault((frame.file, frame.loop, frame.loop_kind), len(kinds))
             kinds += [frame.loop_kind] if outer == len(kinds) else []

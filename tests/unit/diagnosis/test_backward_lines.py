@@ -21,7 +21,7 @@ from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_ru
 from tests.unit.analysis.sampled import Stack, write_stacks
 from tests.unit.analysis.trace.shared import trace_of
 from tests.unit.diagnosis.stories import START_NS
-from tests.unit.diagnosis.tables import ENGINE, LINEAR, MAIN, MODULE, SCRIPT, SITE, job
+from tests.unit.diagnosis.tables import ENGINE, LINEAR, MAIN, MODULE, SCRIPT, SITE, STEP, job
 from tests.unit.diagnosis.test_ledger_adds_up import check_gains, check_sums
 from tests.unit.diagnosis.trace_stories import BLOCK, ENGINE_NODE, LOOP, window, write_window
 
@@ -201,9 +201,18 @@ def test_layers_that_do_not_need_one_another_are_told_and_their_operators_by_a_w
     assert "--explain" not in headline
 
 
-def test_freeing_gradients_in_a_loop_is_no_small_operator(tmp_path: Path) -> None:
-    zero = (f"{SITE}/torch/optim/optimizer.py", 1000, "Optimizer.zero_grad")
-    run = write_job(tmp_path / "run", inside=(zero,))
+@pytest.mark.parametrize(
+    "inside",
+    [
+        ((f"{SITE}/torch/nn/modules/module.py", 2900, "Module.zero_grad"),),
+        ((f"{SITE}/torch/optim/optimizer.py", 1000, "Optimizer.zero_grad"),),
+        ((f"{SITE}/torch/optim/optimizer.py", 530, "Optimizer.profile_hook_step.wrapper"), STEP),
+    ],
+)
+def test_what_an_optimizer_does_in_a_loop_is_no_small_operator(
+    tmp_path: Path, inside: Stack
+) -> None:
+    run = write_job(tmp_path / "run", inside=inside, period=38)
     assert "small operators" not in diagnose(Analyzer(run.root)).headline
 
 
