@@ -26,10 +26,11 @@ class OtherProcesses:
     """
 
     def __init__(
-        self, run: RunPaths, host: str, *, root: Path = Path("/"),
+        self, run: RunPaths, host: str, job_pid: int, *, root: Path = Path("/"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._run, self._host, self._root, self._clock = run, host, root, clock
+        self._own = os.getpid(), job_pid
         self._tree = ProcessTree(root)
         self._wait_s = _FIRST_S / 2
         self._looked_s: float | None = None
@@ -63,9 +64,9 @@ class OtherProcesses:
         note_line(self._run.node(self._host).events, line)
 
     def _read(self, ranks: Iterable[LiveRank]) -> dict[tuple[int, bytes], int]:
-        """CPU time of each process that is neither this launcher's nor a rank's, nor below one."""
+        """CPU time of each process that is neither haiprof's nor the job's: torchrun, a rank."""
         self._tree.refresh()
-        own = {pid for each in (os.getpid(), *(rank.pid for rank in ranks))
+        own = {pid for each in (*self._own, *(rank.pid for rank in ranks))
                for pid in self._tree.below(each)}  # fmt: skip
         found = {}
         for pid in process_ids(self._root / "proc"):

@@ -155,7 +155,7 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
     missed = sum(wait for r, wait in inputs.core_waits.items() if hosts.get(r) == host)
     if used is None or used < missed:
         return None
-    whose = f"{units.number_text(used)} cores{_names_of_others(inputs, host)}"
+    whose = f"{units.number_text(used)} cores{_names_of_others(inputs, host, used)}"
     return make_finding(
         f"other processes use the CPUs ({whose})",
         "see what else runs there (top, haiprof ls) and move it, or give the job cores of its own "
@@ -166,8 +166,11 @@ def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:
     )
 
 
-def _names_of_others(inputs: RuleInputs, host: str | None) -> str:
-    """`: pytest 1.1, node 0.3`: whose cores were seen, the mean over all looks."""
+def _names_of_others(inputs: RuleInputs, host: str | None, cores_used: float) -> str:
+    """`: pytest 1.1, node 0.3`: whose cores were seen, the mean over all looks.
+
+    `: pytest, node` where that is more than the cores used in training: looks are once a minute.
+    """
     used, whole_ns = defaultdict[str, float](float), 0
     nodes = (node for node in inputs.analyzer.files.nodes if node.host == host)
     for line in (line for node in nodes for line in node.of_type("other_processes")):
@@ -177,8 +180,12 @@ def _names_of_others(inputs: RuleInputs, host: str | None) -> str:
             name = units.visible(text(each.get("name")) or "?")
             used[name] += (number(each.get("cores")) or 0.0) * elapsed_ns
     most = sorted(used, key=lambda name: -used[name])[:_NAMED_PROCESSES]
-    means = [(name, used[name] / max(whole_ns, 1)) for name in most]
-    named = [f"{name} {units.number_text(cores)}" for name, cores in means if cores >= _NAMED_CORES]
+    means = {name: used[name] / max(whole_ns, 1) for name in most}
+    means = {name: cores for name, cores in means.items() if cores >= _NAMED_CORES}
+    fits = sum(means.values()) <= cores_used
+    named = [
+        f"{name} {units.number_text(cores)}" if fits else name for name, cores in means.items()
+    ]
     return f": {', '.join(named)}" if named else ""
 
 

@@ -232,7 +232,7 @@ class Job:
             )  # fmt: skip
         if options.detail_h:
             self._folder = RunFolder(run, agent.host, options.detail_h, in_child=unblock)
-        self._others = OtherProcesses(run, agent.host)
+        self._others = OtherProcesses(run, agent.host, self.pid)
         if options.react != "off" or options.notify:
             watch = Watch(
                 options.slow_limit, options.hang_limit, record_s=options.time_s,

@@ -929,13 +929,17 @@ def test_neighbours_come_first_only_where_they_surely_cost_more(
     assert lost["busy_neighbours"] > lost["forward_bound"]
 
 
-def test_neighbours_have_their_names(root: Path) -> None:
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [(1.0, "(1.50 cores: pytest 0.45)"), (4.0, "(1.50 cores: pytest)")],  # seen ahead of training
+)
+def test_neighbours_have_their_names(root: Path, times: float, said: str) -> None:
     write_cores(root, [Cores(main=0.5, wait=0.5)], others=1.5)
     for name, seconds, cores in (("pytest", 10, 1.2), ("pytest", 30, 0.8), ("bash", 40, 0.01)):
-        seen = [{"pid": 7, "name": name, "cores": cores}]
+        seen = [{"pid": 7, "name": name, "cores": times * cores}]
         line = {"type": "other_processes", "elapsed_ns": seconds * NS_PER_S, "processes": seen}
         append_line(RunPaths(root).node("node0").events, line)
-    assert "(1.50 cores: pytest 0.45)" in judged(root).headline
+    assert said in judged(root).headline
 
 
 LINALG = (f"{SITE}/torch/functional.py", 100, "norm")

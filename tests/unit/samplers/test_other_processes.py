@@ -17,16 +17,21 @@ def test_busiest_processes_that_are_not_the_jobs_are_noted(tmp_path: Path) -> No
     tree, now = FakeTree(tmp_path / "root"), [100.0]
     run = RunPaths(tmp_path / "run")
     run.node("n0").root.mkdir(parents=True)
-    others = OtherProcesses(run, "n0", root=tree.root, clock=lambda: now[0])
-    rank = FakeProcess(pid=900)
+    others = OtherProcesses(run, "n0", 800, root=tree.root, clock=lambda: now[0])
+    torchrun = FakeProcess(pid=800)
+    unknown = FakeProcess(pid=899, parent=torchrun.pid)  # a rank that has not reported itself yet
+    rank = FakeProcess(pid=900, parent=torchrun.pid)
     ranks = [LiveRank(0, rank.pid, run.rank(0, 0), 0)]
     mine = [FakeProcess(pid=os.getpid()), rank, FakeProcess(pid=901, parent=rank.pid)]
+    mine += [torchrun, unknown]
     theirs = [FakeProcess(pid=pid, name=f"p{pid}") for pid in (50, 51, 52)]
     for process in (*mine, *theirs):
         tree.process(process)
         tree.write(f"proc/{process.pid}/comm", f"{process.name}\n")
     others.tick(ranks)
-    for process, cores in zip((*mine, *theirs), (1.0, 1.0, 1.0, 1.5, 0.02, 0.5), strict=True):
+    for process, cores in zip(
+        (*mine, *theirs), (1.0, 1.0, 1.0, 1.0, 1.0, 1.5, 0.02, 0.5), strict=True
+    ):
         process.ticks = round(cores * 100 * os.sysconf("SC_CLK_TCK"))
         tree.process(process)
     tree.process(FakeProcess(pid=53, ticks=25 * os.sysconf("SC_CLK_TCK")))  # it began meanwhile
