@@ -41,7 +41,7 @@ _DOES = {
 """Activities in words; native code is that of a package."""
 TORCH_CALL = re.compile(
     r"\b(?:torch|torchvision|torchaudio|F|TF|nn)\.|"
-    r"\.(?:backward|zero_grad|detach|cpu|cuda|unsqueeze|\w+_)\("
+    r"\.(?:backward|zero_grad|parameters|detach|cpu|cuda|unsqueeze|\w+_)\(|\.grad\b"
 )
 """In an expression, what only torch is called by: `step` may be that of an environment."""
 _CALL = re.compile(r"[\w\])]\(")

@@ -78,6 +78,9 @@ _UPDATE_ALL = {"Adam", "AdamW", "SGD", "Adagrad"}
 _MOST_RATIO = 0.5
 """Of a step: from here on the headline is what the model's own work consists of."""
 _NOTHING = "nothing stands out"
+_MANY_PASSES, _SHORT_PASS_NS = 8, 1_000_000
+"""So short a pass is the calling of operators, mostly: it takes as long for more samples. Own
+choice."""
 _OF_LOOPS = {
     RECURRENCE: ("whose rounds need one another",
                  "torch.compile or one operator for the whole loop (nn.LSTM, nn.GRU)"),
@@ -403,6 +406,20 @@ def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float
     yield ratio, text
 
 
+def _many_passes(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float, str]]:
+    """Forward and backward over few samples, many times in one optimizer step."""
+    count = number(inputs.steps["micro_step_count"].median()) or 1.0
+    ns = sum(ledger.positions.get(name, 0.0) for name in ("forward", "loss", "backward"))
+    if count >= _MANY_PASSES and ns <= count * _SHORT_PASS_NS:
+        ratio = ns / ledger.mean_ns
+        yield (
+            ratio,
+            f"{ratio_text(ratio)} of the step is {count:.0f} forward and backward passes of "
+            f"{duration_text(ns / count)} each in one optimizer step: larger batches take less "
+            "time, or torch.func.vmap over torch.func.grad for the gradients of each sample",
+        )
+
+
 def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     """The largest loop over small operators that has no price: see `Recurrence`."""
     largest = max(found.recurrences, key=lambda each: each.ns, default=None)
@@ -487,6 +504,7 @@ def _own_work(inputs: RuleInputs, found: RunLedger | None) -> list[tuple[float, 
     if found is None:
         return []
     every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found.ledger)]
+    every += _many_passes(inputs, found.ledger)
     every += [] if found.recurrences else _own_line(found)
     return [each for each in every if each[0] >= PROBLEM_RATIO]
 

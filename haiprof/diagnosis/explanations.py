@@ -647,6 +647,8 @@ _DO = {
     "(torch.nn.utils.clip_grad_norm_(..., foreach=True), torch._foreach_norm)",
     "prepare": "do it in the dataset, beside training (DataLoader workers)",
 }
+_OF_GRADIENTS = re.compile(r"\.grad\b")
+"""Before forward, of the one before in the same step: it makes no batch."""
 _SCALES = re.compile(r"clip|clamp|\.mul_\(|\.div_\(|scale", re.IGNORECASE)
 _MAKES_BATCH = re.compile(
     r"batch|sampl|data|load|augment|token|image|decode|collate|encode|crop|\btorch\.rand|randperm|"
@@ -677,6 +679,8 @@ _COMPRESS = "compress in another process, or with a lower level"
 _OF_CALL = (
     ("torch.optim.swa_utils", "update the average every N steps, or all tensors at once: "
      "AveragedModel(..., multi_avg_fn=get_ema_multi_avg_fn(decay))"),
+    ("zero_grad", "it goes through all parameters in Python: call it once for each optimizer step, "
+     "or take gradients without it (torch.autograd.grad, torch.func.grad)"),
     ("copy.deepcopy", "copy less: only what changes, and less often; averages of parameters are "
      "updated in place (torch.optim.swa_utils.AveragedModel, or lerp_)"),
     ("torch.serialization", "save less often, or from another thread"),
@@ -762,9 +766,10 @@ def _code(question: Question) -> Finding:
     position, called = account.position, " ".join(account.callees)
     has_loader = question.inputs.steps["dataloader_host_ns"].count() > 0
     text = f"{account.function} {account.expression}"
-    may_load = position in ("prepare", "between_steps") and not has_loader
+    of_gradients = position == "prepare" and _OF_GRADIENTS.search(text) is not None
+    may_load = position in ("prepare", "between_steps") and not (has_loader or of_gradients)
     may_load &= position == "prepare" or _MAKES_BATCH.search(text) is not None
-    is_outside = position not in _DO or may_load
+    is_outside = position not in _DO or may_load or of_gradients
     of_tensors = account.activity in _OF_TENSORS or _ELEMENT.search(text) is not None
     of_tensors &= account.package == JOB and is_outside
     loop = _loop_kind(question) if of_tensors else 0
@@ -796,7 +801,7 @@ def _code(question: Question) -> Finding:
         # foreach gains nothing on a CPU
         (position == "gradients" and not question.inputs.uses_gpu,
          "where it is for a log, do it every N steps"),
-        (True, _DO.get(position, _OUTSIDE)),
+        (True, _DO.get("gradients" if of_gradients else position, _OUTSIDE)),
     )  # fmt: skip
     first, *others = [WHERE.get(each, each) for each in (position, *account.elsewhere)]
     where = f"{first} and {others[0] if len(others) == 1 else 'elsewhere'}" if others else first

@@ -143,12 +143,14 @@ def with_batches(root: Path, dtype: str) -> dict[str, Finding]:
     return of_settings(judged(root))
 
 
-def repeated(step: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int, int, int]]:
-    """Steps of spans (kind, ms), with a ms between them."""
+def repeated(
+    step: Sequence[tuple[int, float]], count: int, gap_ms: float = 1.0
+) -> list[tuple[int, int, int, int]]:
+    """Steps of spans (kind, ms), with some time between them."""
     rows, now = [], START_NS
     for kind, ms in [*step] * count:
-        rows.append((kind, 2 if kind == schema.GC else 0, now, now + ms * NS_PER_MS))
-        now += (ms + 1) * NS_PER_MS
+        rows.append((kind, 2 if kind == schema.GC else 0, now, now + round(ms * NS_PER_MS)))
+        now += round((ms + gap_ms) * NS_PER_MS)
     return rows
 
 
@@ -478,6 +480,20 @@ def test_who_sets_few_threads_is_told_by_the_variable(
     found = with_threads(root, ranks=ranks, cores=8, threads=1, variables=variables)
     assert found["threads_under_cores"].remedy.endswith(says) or not variables
     assert says in found["threads_under_cores"].remedy
+
+
+@pytest.mark.parametrize(
+    ("passes", "ms", "is_said"), [(96, 0.2, True), (96, 5.0, False), (2, 0.2, False)]
+)
+def test_many_short_passes_in_one_step_are_told(
+    root: Path, passes: int, ms: float, is_said: bool
+) -> None:
+    """As of a job that needs the gradients of each sample."""
+    micro = ((schema.FORWARD, ms), (schema.BACKWARD, 2 * ms))
+    rows = repeated([*micro * passes, (schema.OPTIMIZER, ms)], 60, gap_ms=0.05)
+    write_rank(write_run(root), spans_from(rows))
+    said = f"{passes} forward and backward passes of 650 µs each in one optimizer step: "
+    assert any(said in note for note in judged(root).notes) is is_said
 
 
 @pytest.mark.parametrize(

@@ -734,6 +734,25 @@ def test_without_a_loader_what_precedes_forward_may_be_of_the_last_step(
     assert [line.sample_count for line in found.code_lines] == [None]  # the ledger has its share
 
 
+@pytest.mark.parametrize(
+    ("code", "inside", "lock", "title", "remedy"),
+    [
+        ("sum(p.grad.pow(2).sum() for p in ps)", (), "0", "torch operators", "all gradients at"),
+        ("net.zero_grad()", ((f"{SITE}/torch/nn/modules/module.py", 2900, "Module.zero_grad"),),
+         "h", "Python in torch.nn.modules.module.Module.zero_grad", "once for each optimizer step"),
+    ],
+)  # fmt: skip
+def test_code_on_gradients_is_torchs_and_makes_no_batch(
+    root: Path, code: str, inside: Stack, lock: str, title: str, remedy: str
+) -> None:
+    line = (*job(14, "private"), code)
+    stacks: Stacks = {"other": (SCRIPT, MAIN, line, *inside)}
+    write_sampled(root, lambda *_: BALANCED, stacks, lock, gap_ms=3.0)
+    found = judged(root).findings[0]
+    assert f"({line[0].rpartition('/')[2]}:14 {code}), {title}" in found.title
+    assert remedy in found.remedy
+
+
 def test_workers_are_not_blamed_for_cores_that_others_fill(root: Path) -> None:
     write_cores(root, [Cores(main=1.5, workers=0.19, wait=0.35)], others=0.3)
     assert judged(root).findings[0].title.startswith("too few cores: rank 0 may use 2")
