@@ -16,8 +16,8 @@ from haiprof.run_format.tables import FILESYSTEM
 from haiprof.run_format.writer import RecordWriter
 from tests.fake_mounts import FakeMounts, FakeNfs
 from tests.unit.analysis.recorded import CLOCK
-from tests.unit.diagnosis.stories import START_NS, judged
-from tests.unit.diagnosis.tables import MAIN, SCRIPT, job
+from tests.unit.diagnosis.stories import START_NS, counters, judged
+from tests.unit.diagnosis.tables import MAIN, PYTHON, SCRIPT, job
 from tests.unit.diagnosis.test_verdict import STARVED_LOADER, Cores, write_cores, write_sampled
 
 Requests = tuple[int, int, int, int, int]
@@ -91,3 +91,19 @@ def test_a_line_that_waits_for_a_file_says_which_mount_it_may_be(tmp_path: Path)
     assert judged(root).findings[0].title == (
         f"{plain}; NFS /home/me: a read takes 340 ms (RTT 40.0 ms, queue 300 ms): RPC slots full"
     )
+
+
+@pytest.mark.parametrize(("again", "is_said"), [(0, False), (30, True)])
+def test_segments_sent_again_are_told_where_a_line_waits_for_a_peer(
+    tmp_path: Path, again: int, is_said: bool
+) -> None:
+    root = tmp_path / "run"
+    reads = (SCRIPT, MAIN, job(30, "ask"), (f"{PYTHON}/socket.py", 700, "SocketIO.readinto"))
+    write_sampled(root, lambda *_: (0.2, 5.0, 10.0, 2.0), {"other": reads}, "0",
+                  gap_ms=8.0, steps=400)  # fmt: skip
+    second = {"tcp_transmit_segment_count": 1000, "tcp_retransmit_segment_count": again}
+    counters(root, lambda *_: {}, host=lambda t: {k: int((t + 2) * n) for k, n in second.items()})
+    found = judged(root).findings[0]
+    assert "waiting for a network peer" in found.title
+    assert "TCP_NODELAY where small messages" in found.remedy
+    assert any("TCP segments sent again" in e.name for e in found.evidence) is is_said
