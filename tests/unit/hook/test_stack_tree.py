@@ -168,7 +168,7 @@ def test_a_collection_on_the_sampling_thread_is_no_price_of_samples(
     if not compiled:
         monkeypatch.setattr(frames, "_compiled", None)
     kept = [[n] for n in range(1_000_000)]  # 50 ms of a collection
-    main, collected = threading.get_ident(), []
+    main, collected = threading.get_ident(), list[int]()
 
     def training_thread() -> int:
         if threading.get_ident() != main and not collected:
