@@ -213,7 +213,9 @@ def _epochs(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Find
 def _part_of_run(when: str) -> Finding | None:
     """All steps up to one wait, or all from one on."""
     found = _PART_OF_RUN.match(when)
-    return found and Finding(rule="part_of_run", title=f"paid {when}", remedy=_OF_PART[found[1]])
+    if found is None:
+        return None
+    return Finding(rule="part_of_run", title=f"paid {when}", remedy=_OF_PART[found[1]])
 
 
 def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
