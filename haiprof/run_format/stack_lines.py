@@ -49,7 +49,7 @@ SAMPLE_FIELDS = {
     "others": "[offset_us, thread, stack, share of a core in 1/1000, us since the look before]: "
     "other threads that were busy, and all where the training thread waited for a lock",
     "threads": "[number, name] of the threads in `others`, each written once",
-    "cpu_ns": "CPU time of the sampling thread so far",
+    "cpu_ns": "CPU time of the sampling thread so far, without the garbage collections on it",
 }  # fmt: skip
 """The fields of a line of samples."""
 
