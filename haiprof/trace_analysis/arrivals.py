@@ -73,10 +73,8 @@ _BUS_FACTOR = {
 class Link(NamedTuple):
     """How a GPU reaches the others of its node."""
 
-    pattern: str
-    """Of the device's name in traces, where that tells the link."""
-    bytes_per_s: float
-    """Each way."""
+    pattern: str  # of the device's name in traces, where that tells the link
+    bytes_per_s: float  # each way
     source: str
 
 

@@ -98,13 +98,11 @@ _STEP = "ProfilerStep#"
 class GpuLaunches:
     """GPU events and the operators that launched them."""
 
-    tree: CallTree
-    """Of the CPU operators."""
+    tree: CallTree  # of the CPU operators
     gpu: pl.DataFrame
     """Columns of `launches.with_call`, and `launch_delay_ns`: from the call's end to the event's
     own start, 0 where it began before."""
-    row: Ints
-    """Row of the tree of each GPU event's innermost operator; -1 where there is none."""
+    row: Ints  # row of the tree of each GPU event's innermost operator; -1 where there is none
     by_id: pl.Series
     """Whether that row was found by the external id, as no operator encloses the call."""
     captured: pl.Series

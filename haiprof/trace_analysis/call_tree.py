@@ -20,16 +20,11 @@ _TABLES = {OPS: "operators", PYTHON: "Python functions"}
 class CallTree:
     """Spans of threads with their nesting; a row number refers to `spans`."""
 
-    spans: pl.DataFrame
-    """By thread (`pid`, `tid`), then start; a parent before its children."""
-    starts: Ints
-    """ns."""
-    ends: Ints
-    """ns; at least 1 ns after the start, so that spans without duration nest too."""
-    parent: Ints
-    """Row of the innermost span around; -1 at the top."""
-    depth: Ints
-    """Number of enclosing spans."""
+    spans: pl.DataFrame  # by thread (`pid`, `tid`), then start; a parent before its children
+    starts: Ints  # ns
+    ends: Ints  # ns; at least 1 ns after the start, so that spans without duration nest too
+    parent: Ints  # row of the innermost span around; -1 at the top
+    depth: Ints  # number of enclosing spans
 
     def climb(self, rows: Ints, wanted: Bools) -> Ints:
         """The innermost wanted span at or around each row; -1 where there is none."""
@@ -190,18 +185,12 @@ _ROUNDS = 64  # of doubling: more callers than a trace can hold events
 class Stacks(NamedTuple):
     """Distinct call stacks; callers come before callees."""
 
-    of_call: Ints
-    """Stack of each call, shape (calls,)."""
-    caller: Ints
-    """Stack without its last call, -1 for a root; shape (stacks,)."""
-    name: Ints
-    """Code of the last call's name, shape (stacks,)."""
-    thread: Ints
-    """Code of the thread, shape (stacks,): stacks of two threads are not the same."""
-    names: pl.Series
-    """By code."""
-    threads: pl.DataFrame
-    """`pid` and `tid` by code."""
+    of_call: Ints  # stack of each call, shape (calls,)
+    caller: Ints  # stack without its last call, -1 for a root; shape (stacks,)
+    name: Ints  # code of the last call's name, shape (stacks,)
+    thread: Ints  # code of the thread, shape (stacks,): stacks of two threads are not the same
+    names: pl.Series  # by code
+    threads: pl.DataFrame  # `pid` and `tid` by code
 
 
 def stacks(spans: pl.DataFrame, parent: Ints) -> Stacks | None:

@@ -218,14 +218,11 @@ class ChakraGraph:
     """One rank's nodes and what each depends on."""
 
     rank: int
-    nodes: pl.DataFrame
-    """`NODE_SCHEMA` and what `chakra_graph` adds, by number."""
+    nodes: pl.DataFrame  # `NODE_SCHEMA` and what `chakra_graph` adds, by number
     edges: pl.DataFrame
     """`before`, `after`, `why`: data dependencies; with the callers free of circles."""
-    dropped_count: int
-    """Dependencies that would have closed a circle."""
-    header: dict[str, Any]
-    """`schema`, `pid`, `time`, `start_ts`, `finish_ts`."""
+    dropped_count: int  # dependencies that would have closed a circle
+    header: dict[str, Any]  # `schema`, `pid`, `time`, `start_ts`, `finish_ts`
 
     @property
     def type_counts(self) -> dict[str, int]:

@@ -138,8 +138,7 @@ _ELEMENT_BYTES = {
 }  # fmt: skip
 
 _MOST_ELEMENTS = 1 << 56
-ON_CPU = -1
-"""Device of collectives that gloo or MPI run on the CPU."""
+ON_CPU = -1  # device of collectives that gloo or MPI run on the CPU
 KERNELS_SCHEMA = {
     "event": pl.Int64, "step": pl.Int64, "kind": pl.String, "name": pl.String, "device": pl.Int64,
     "stream": pl.Int64, "process_group": pl.String, "group_ranks": pl.String, "part": pl.String,
@@ -503,8 +502,7 @@ def _by_end(kernels: pl.DataFrame) -> pl.DataFrame:
 
 CLOCKS_AGREE_NS = 100_000
 """A smaller offset is not corrected: the ranks of a ring end tens of us apart on one clock."""
-SURE_FACTOR = 5
-"""An offset is corrected only where it is this many times its own spread."""
+SURE_FACTOR = 5  # an offset is corrected only where it is this many times its own spread
 _Ns = TypeVar("_Ns", int, pl.Expr)
 
 
@@ -577,16 +575,13 @@ class RankClock:
     """By how much one rank's clock is corrected, and on which evidence."""
 
     rank: int
-    method: str
-    """`MOVED`, `CONFIRMED`, `UNCHECKED`, `UNKNOWN` or `ASSUMED`."""
-    moved_ns: int
-    """Subtracted from its times."""
+    method: str  # `MOVED`, `CONFIRMED`, `UNCHECKED`, `UNKNOWN` or `ASSUMED`
+    moved_ns: int  # subtracted from its times
     offset_ns: int | None
     """How far it is ahead by the ends of collectives; None without matched collectives."""
     residual_ns: int | None
     """The spread of that over the collectives (1.48 MAD): a smaller offset is noise."""
-    collective_count: int
-    """Matched collectives that it takes part in."""
+    collective_count: int  # matched collectives that it takes part in
 
 
 def rank_clocks(

@@ -106,12 +106,9 @@ _TRIES = 8
 class Causes(NamedTuple):
     """The last thing that each GPU event waited for."""
 
-    why: Ints
-    """LAUNCH, STREAM, EVENT, INFERRED or HOST."""
-    row: Ints
-    """The GPU event; of a launch, its call in `Trace.runtime`; -1 for HOST."""
-    time: Ints
-    """When that ended, at most the start of the waiting event."""
+    why: Ints  # LAUNCH, STREAM, EVENT, INFERRED or HOST
+    row: Ints  # the GPU event; of a launch, its call in `Trace.runtime`; -1 for HOST
+    time: Ints  # when that ended, at most the start of the waiting event
 
 
 def causes(gpu: dependencies.DeviceEvents) -> Causes:
@@ -262,10 +259,8 @@ class Graph:
     host: dependencies.HostEvents
     gpu: dependencies.DeviceEvents
     causes: Causes
-    joins: dict[int, pl.DataFrame]
-    """As `joins_by_thread` has them."""
-    main: int
-    """Number of the window's thread."""
+    joins: dict[int, pl.DataFrame]  # as `joins_by_thread` has them
+    main: int  # number of the window's thread
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,10 +271,8 @@ class Walk:
     start_ns: int
     order: Ints
     """GPU events by stream; in a run each event waited for the one before it on the stream."""
-    position: Ints
-    """Position of each event in `order`."""
-    head: Ints
-    """Position of the first event of each position's run."""
+    position: Ints  # position of each event in `order`
+    head: Ints  # position of the first event of each position's run
     pieces: list[Ints] = field(default_factory=list)
     """The last first: kind, where (the thread's number of ON_HOST and HAND_OVER, the call's row of
     RETURN, else the GPU event), start and end; shape (n, 4) each."""
@@ -369,8 +362,7 @@ CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED = (
     "synchronisation", "unexplained",
 )  # fmt: skip
 BOUNDS = (CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED)
-DATA_LOADING = r"^enumerate\(DataLoader\)"
-"""PyTorch's own mark around a data loader's `__next__`."""
+DATA_LOADING = r"^enumerate\(DataLoader\)"  # PyTorch's own mark around a data loader's `__next__`
 
 SEGMENTS: dict[str, type[pl.DataType]] = {
     "start_ns": pl.Int64, "duration_ns": pl.Int64, "bound_by": pl.String, "event": pl.Int64,

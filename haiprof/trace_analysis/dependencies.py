@@ -29,12 +29,10 @@ NEVER = np.iinfo(np.int64).min
 class RuntimeCalls:
     """Calls of the CUDA or HIP runtime and driver; a number of a call is its row in `frame`."""
 
-    frame: pl.DataFrame
-    """`Trace.runtime`."""
+    frame: pl.DataFrame  # `Trace.runtime`
     starts: Ints
     ends: Ints
-    thread: Ints
-    """A number per process and thread."""
+    thread: Ints  # a number per process and thread
 
     def find(self, pattern: str) -> Ints:
         """Calls with a name that matches a regular expression."""
@@ -47,21 +45,16 @@ class DeviceEvents:
 
     trace: Trace
     calls: RuntimeCalls
-    frame: pl.DataFrame
-    """`Trace.gpu` with `kind` and the thread of the launch, `launch_tid`."""
+    frame: pl.DataFrame  # `Trace.gpu` with `kind` and the thread of the launch, `launch_tid`
     starts: Ints
     ends: Ints
-    line: Ints
-    """A number per device and stream."""
+    line: Ints  # a number per device and stream
     device: Ints
-    call: Ints
-    """The launch call, in `calls`; -1 where it is not recorded."""
+    call: Ints  # the launch call, in `calls`; -1 where it is not recorded
     launched: Ints
     """When the launch call began; see `device_events` for those that are not recorded."""
-    known: Bools
-    """Whether that is in the trace."""
-    talks: Bools
-    """Whether it is communication."""
+    known: Bools  # whether that is in the trace
+    talks: Bools  # whether it is communication
 
     def take(self, rows: Ints) -> DeviceEvents:
         """Some of the events, in the given order."""
@@ -184,8 +177,7 @@ WAIT_CALL = r"^(?:cuda|cu|hip)StreamWaitEvent"
 """Calls that make a stream wait for another; they return at once."""
 ROUNDING_NS = 1000
 """Old traces have whole microseconds: what waited may seem to begin so much too early."""
-Pairs = tuple[Ints, Ints]
-"""Edges: the events that end first, and those that wait for them."""
+Pairs = tuple[Ints, Ints]  # edges: the events that end first, and those that wait for them
 
 
 def stream_order(gpu: DeviceEvents) -> Pairs:
@@ -253,14 +245,10 @@ use; for room in the queue of its stream."""
 class HostWaits(NamedTuple):
     """Calls that may wait, and for what."""
 
-    why: int
-    """One of the above."""
-    call: Ints
-    """In `DeviceEvents.calls`."""
-    event: Ints
-    """The GPU event that it waits for last, which may have ended before; -1 without one."""
-    assumed: Bools
-    """Whether that was inferred, not recorded."""
+    why: int  # one of the above
+    call: Ints  # in `DeviceEvents.calls`
+    event: Ints  # the GPU event that it waits for last, which may have ended before; -1 without one
+    assumed: Bools  # whether that was inferred, not recorded
 
 
 def host_waits(gpu: DeviceEvents) -> Iterator[HostWaits]:
@@ -378,8 +366,7 @@ LONG_GAP_NS = 1_000_000
 trace_linker, enforce_inter_thread_order, threshold 1000 us."""
 AUTOGRAD = r"^autograd::engine|AccumulateGrad|Backward\d*$"
 """Operators of backward passes; before 2021 only the functions themselves were recorded."""
-Thread = tuple[int, int]
-"""pid and tid."""
+Thread = tuple[int, int]  # pid and tid
 
 
 class HostEvents:
@@ -496,16 +483,13 @@ class HandOvers:
 
     waiting: Thread
     working: Thread
-    left: Ints
-    """The last thing that the waiting thread did before."""
+    left: Ints  # the last thing that the waiting thread did before
     rested: Ints
     """When the working thread was done with what it did before; NEVER where it did nothing."""
     began: Ints
     """When it began the next thing; before `left` where it was at work as the other one left."""
-    ended: Ints
-    """When it was done, by `back`."""
-    back: Ints
-    """The next thing that the waiting thread did."""
+    ended: Ints  # when it was done, by `back`
+    back: Ints  # the next thing that the waiting thread did
 
     @property
     def was_idle(self) -> Bools:

@@ -105,14 +105,11 @@ class RankLedger:
     the host did most of it and for how long, and the `kernel` that ended it."""
     devices: tuple[int, ...]
     kernel_count: int
-    linked_count: int
-    """Events of the GPU whose launch is in the trace."""
+    linked_count: int  # events of the GPU whose launch is in the trace
     has_stacks: bool
     world_size: int | None
-    damage: tuple[str, ...]
-    """What of the file could not be read."""
-    cut: Cut | None = None
-    """Where its file is cut off."""
+    damage: tuple[str, ...]  # what of the file could not be read
+    cut: Cut | None = None  # where its file is cut off
 
     @property
     def has_no_step(self) -> bool:
@@ -125,17 +122,12 @@ class _Time(NamedTuple):
 
     starts: Ints
     ends: Ints
-    position: Ints
-    """Index into POSITIONS."""
+    position: Ints  # index into POSITIONS
     activity: Texts
-    row: Ints
-    """Of the host's tree: what launched it, or was innermost; -1 where that is unknown."""
-    at: Ints
-    """When the host did that."""
-    event: Ints
-    """Of what communicates; -1 of all else."""
-    begun: Ints
-    """When that event began."""
+    row: Ints  # of the host's tree: what launched it, or was innermost; -1 where that is unknown
+    at: Ints  # when the host did that
+    event: Ints  # of what communicates; -1 of all else
+    begun: Ints  # when that event began
 
 
 def rank_ledger(trace: Trace) -> RankLedger:
@@ -400,12 +392,9 @@ def _longest_gaps(
 class Remedy(NamedTuple):
     """What an account is called, and what makes it smaller."""
 
-    activity: str
-    """Begins the activities that it is for; the first that fits is taken."""
-    key: str
-    """Of the explanation, as JSON has it."""
-    says: str
-    """What the device does there."""
+    activity: str  # begins the activities that it is for; the first that fits is taken
+    key: str  # of the explanation, as JSON has it
+    says: str  # what the device does there
     do: str
 
 
@@ -514,8 +503,7 @@ _MEMORY_BOUND = (
     "fuse it with its neighbours (torch.compile), so that its tensors are read once; see that they "
     "are contiguous and of 16 bits where that is enough"
 )
-_SMALL_ROWS = 128
-"""Fewer rows than this leave a GPU of today waiting for the weights."""
+_SMALL_ROWS = 128  # fewer rows than this leave a GPU of today waiting for the weights
 
 
 def operator_remedy(kind: str, precision: str | None, rows: int | None) -> str:

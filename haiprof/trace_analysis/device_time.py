@@ -330,8 +330,7 @@ def gaps(gpu: pl.DataFrame, runtime: pl.DataFrame, delay_ns: int) -> pl.DataFram
 
 
 OTHERS = "others"
-TOP_KERNELS = 10
-"""How many of each kind pictures show; the rest are one part."""
+TOP_KERNELS = 10  # how many of each kind pictures show; the rest are one part
 _GROUP = ["device", "kind"]
 DURATION_STATISTICS = {
     "count": pl.len().cast(pl.Int64),

@@ -41,8 +41,7 @@ from haiprof.trace_analysis.questions.base import RankTraces
 
 LINK, PEER = "link: ", "wait: peer"
 _CONFIDENCE = 0.95
-_SMALL_RATIO = 0.001
-"""Accounts below this share of a step are one row by position and activity."""
+_SMALL_RATIO = 0.001  # accounts below this share of a step are one row by position and activity
 _Chain = tuple[str, ...]
 _SPREAD = tuple(
     f"{idle}{name}" for idle in ("", IDLE) for name in (
@@ -59,16 +58,13 @@ class DeviceOperator:
     """Computing of one operator with one set of shapes, per mean step of a device."""
 
     name: str
-    shapes: str | None
-    """As the profiler noted them."""
+    shapes: str | None  # as the profiler noted them
     kind: str
     precision: str | None
-    kernel: str
-    """The longest of its kernels."""
+    kernel: str  # the longest of its kernels
     call_count: float
     kernel_count: float
-    short_count: float
-    """Of kernels below `operator_efficiency.SHORT_NS`."""
+    short_count: float  # of kernels below `operator_efficiency.SHORT_NS`
     short_ns_per_step: float
     row_count: int | None
     ns_per_step: float
@@ -76,18 +72,15 @@ class DeviceOperator:
     bytes_per_s: float | None
     bound: str | None
     """`compute` or `memory`; None where the peak or the work is not known."""
-    roofline_ratio: float | None
-    """1 at the roofline; above 1 what was recorded cannot be true."""
-    tensor_ratio: float | None
-    """Of TF32's peak, where products of fp32 leave tensor cores idle."""
+    roofline_ratio: float | None  # 1 at the roofline; above 1 what was recorded cannot be true
+    tensor_ratio: float | None  # of TF32's peak, where products of fp32 leave tensor cores idle
     estimate: str | None
     """`about` or `at least` where the shapes leave open how much memory is read."""
     blocks_per_sm: float | None
     """Of the longest kernel's launch, as are the next two: `device_time.LAUNCH`."""
     occupancy_ratio: float | None
     waves: float | None
-    gain_ns: float
-    """What the mean step becomes shorter by at what such operators usually reach."""
+    gain_ns: float  # what the mean step becomes shorter by at what such operators usually reach
     gain_low_ns: float
     gain_high_ns: float
 
@@ -98,14 +91,10 @@ class UnevenOperator:
 
     name: str
     rank: int
-    own_ns: float
-    """On that rank, per mean step."""
-    others_ns: float
-    """The median of all ranks; of two the other's."""
-    is_same_work: bool
-    """Whether its calls and shapes are those of the others."""
-    ns_per_step: float
-    """By how much it is longer."""
+    own_ns: float  # on that rank, per mean step
+    others_ns: float  # the median of all ranks; of two the other's
+    is_same_work: bool  # whether its calls and shapes are those of the others
+    ns_per_step: float  # by how much it is longer
     gain_ns: float
     gain_low_ns: float
     gain_high_ns: float
@@ -141,18 +130,14 @@ class DeviceLedger:
     """False of traces without GPU events: it is the ledger of the host's training thread."""
     ranks: tuple[int, ...]
     world_size: int | None
-    total_ns: int
-    """Of all steps of all devices: the accounts' sum in whole ns."""
-    account_ns: tuple[int, ...]
-    """Of each account, of all steps of all devices."""
+    total_ns: int  # of all steps of all devices: the accounts' sum in whole ns
+    account_ns: tuple[int, ...]  # of each account, of all steps of all devices
     mark_ns: float | None
     """The mean step as the host marked it; None without profiler steps."""
     kernel_count: int
     linked_count: int
-    operators: tuple[DeviceOperator, ...] = ()
-    """By their gain, then by their time."""
-    uneven: tuple[UnevenOperator, ...] = ()
-    """Where waiting for peers is known."""
+    operators: tuple[DeviceOperator, ...] = ()  # by their gain, then by their time
+    uneven: tuple[UnevenOperator, ...] = ()  # where waiting for peers is known
     roles: tuple[OperatorRole, ...] = ()
     """All computing by operator and the outermost operator around it."""
     host_operators: tuple[HostOperator, ...] = ()

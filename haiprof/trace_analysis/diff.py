@@ -252,10 +252,8 @@ class _JobSamples(NamedTuple):
     unlaunched_count: int
     ranks: list[int]
     steps: list[int | None]
-    recorded: Bools
-    """Shape (ranks, steps)."""
-    step_ns: Floats
-    """Time of each step in ns, the mean over ranks; shape (steps,)."""
+    recorded: Bools  # shape (ranks, steps)
+    step_ns: Floats  # time of each step in ns, the mean over ranks; shape (steps,)
 
     def cube(self, names: pl.DataFrame, column: str) -> Floats:
         """Values by name, rank and step; 0 where a name did not occur, NaN where no step was."""
@@ -483,8 +481,7 @@ def _notes(before: _JobSamples, after: _JobSamples) -> Iterator[str]:
 
 
 _LINE = re.compile(r"\((?:\d+|\?)\)")
-_EQUAL_RATIO = 0.01
-"""Less than this is no difference, however sure."""
+_EQUAL_RATIO = 0.01  # less than this is no difference, however sure
 OPERATORS, IDLE_TIME, OTHER = "operators", "idle", "other"
 
 
@@ -492,14 +489,12 @@ OPERATORS, IDLE_TIME, OTHER = "operators", "idle", "other"
 class ComparedRow:
     """One thing that the device did, per mean step, before and after."""
 
-    of: str
-    """`operators`, `idle`, or `other`: communication and copies."""
+    of: str  # `operators`, `idle`, or `other`: communication and copies
     role: str
     """The outermost operator that both have, else the kind of work; of the others the activity."""
     before_ns: float
     after_ns: float
-    before: tuple[tuple[str, float], ...] = ()
-    """Operators and their ns, the longest first."""
+    before: tuple[tuple[str, float], ...] = ()  # operators and their ns, the longest first
     after: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -526,14 +521,11 @@ class DeviceComparison:
     after_busy_ns: float
     before_step_ns: float
     after_step_ns: float
-    on_device: bool
-    """Whether both are of GPUs; else the host's training threads are compared."""
+    on_device: bool  # whether both are of GPUs; else the host's training threads are compared
     is_different: bool
     """Whether the busy time differs, by more than chance where several steps tell."""
-    rows: tuple[ComparedRow, ...]
-    """The largest difference first."""
-    damage: tuple[str, ...] = ()
-    """What of the files could not be read."""
+    rows: tuple[ComparedRow, ...]  # the largest difference first
+    damage: tuple[str, ...] = ()  # what of the files could not be read
     branch: ComparedBranch | None = None
     """None where no call holds more than half of the difference."""
 

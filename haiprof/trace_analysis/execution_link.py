@@ -212,18 +212,15 @@ _STEP = "ProfilerStep#"
 class Identified(NamedTuple):
     """Links of one process."""
 
-    row: Ints
-    """Row of the call tree of each node; -1 where there is none."""
+    row: Ints  # row of the call tree of each node; -1 where there is none
     by: str | None
     """`record_function_id`, `external_id` or `order`; null where nothing could be linked."""
     linkable: Bools
     """Nodes that a timeline shows: neither roots nor the observer's note of process groups."""
     outside_count: int
     """Links by id that begin before or after the operator of their parent on the same thread."""
-    refused: dict[str, int]
-    """Number of pairs with equal ids that were rejected, by reason."""
-    notes: tuple[str, ...]
-    """Why ids were not used, for people."""
+    refused: dict[str, int]  # number of pairs with equal ids that were rejected, by reason
+    notes: tuple[str, ...]  # why ids were not used, for people
 
 
 def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
@@ -412,23 +409,16 @@ class LinkShare:
     linkable_count: int
     """Nodes that a timeline shows: neither roots nor the observer's note of process groups."""
     linked_count: int
-    linked_ratio: float | None
-    """Of the linkable; null where there is none."""
-    operator_count: int
-    """Operators and record_function ranges of the timeline."""
+    linked_ratio: float | None  # of the linkable; null where there is none
+    operator_count: int  # operators and record_function ranges of the timeline
     operator_linked_count: int
     operator_linked_ratio: float | None
-    kernel_count: int
-    """GPU events: kernels, copies, sets."""
+    kernel_count: int  # GPU events: kernels, copies, sets
     kernel_linked_count: int
-    kernel_linked_ratio: float | None
-    """Attributed to a node; null where the GPU was not recorded."""
-    not_linked: dict[str, int]
-    """Reason, and how many nodes, operators or kernels."""
-    nodes_not_linked: dict[str, int]
-    """Names of nodes without an operator, the most frequent first."""
-    operators_not_linked: dict[str, int]
-    """Names of operators without a node."""
+    kernel_linked_ratio: float | None  # attributed to a node; null where the GPU was not recorded
+    not_linked: dict[str, int]  # reason, and how many nodes, operators or kernels
+    nodes_not_linked: dict[str, int]  # names of nodes without an operator, the most frequent first
+    operators_not_linked: dict[str, int]  # names of operators without a node
     notes: tuple[str, ...]
 
 

@@ -25,12 +25,10 @@ class Worker:
     """One rank's trace of one window."""
 
     path: Path
-    rank: int
-    """As the file says; else the lowest number that no file of the window says."""
+    rank: int  # as the file says; else the lowest number that no file of the window says
     host: str | None
     world_size: int | None
-    is_packed: bool
-    """Whether the file is gzip, by its content."""
+    is_packed: bool  # whether the file is gzip, by its content
 
 
 def files_by_window(source: str | Path) -> list[list[Worker]]:
@@ -97,17 +95,13 @@ class TraceFile:
     rank: int | None
     """As the file states; None where it does not."""
     world_size: int | None
-    first_step: int | None
-    """Number of its first profiler step."""
+    first_step: int | None  # number of its first profiler step
     last_step: int | None
     report: LoadReport
-    start_ns: int | None = None
-    """First start of a call or a GPU event."""
-    end_ns: int | None = None
-    """Last end of one."""
+    start_ns: int | None = None  # first start of a call or a GPU event
+    end_ns: int | None = None  # last end of one
     findings: tuple[Finding, ...] = ()
-    host: str | None = None
-    """Where the rank ran, which only haiprof records."""
+    host: str | None = None  # where the rank ran, which only haiprof records
     device_name: str | None = None
     """Of its GPU; None where the trace does not say it."""
 

@@ -215,10 +215,8 @@ NO_GPU = "no GPU event was recorded: nobody knows what ran beside the host's fun
 class RankFunctions(NamedTuple):
     """What the functions of one rank did, and its collectives."""
 
-    functions: pl.DataFrame
-    """Columns of `FUNCTIONS_SCHEMA`."""
-    totals: pl.DataFrame
-    """One row: columns of `TOTALS_SCHEMA`."""
+    functions: pl.DataFrame  # columns of `FUNCTIONS_SCHEMA`
+    totals: pl.DataFrame  # one row: columns of `TOTALS_SCHEMA`
     collectives: pl.DataFrame
     """Columns of `collectives.KERNELS_SCHEMA`; only those that began in the window."""
 

@@ -65,19 +65,16 @@ _MARKED = {
     INPUT, PREPARE, FORWARD, LOSS, BACKWARD, GRADIENTS, OPTIMIZER, AFTER_STEP, EVALUATION,
     CHECKPOINT, COMPILE, BETWEEN_STEPS,
 ) = range(len(POSITIONS))  # fmt: skip
-_START, _END = -1, -2
-"""Edges of a step, beside the positions before and after some time."""
+_START, _END = -1, -2  # edges of a step, beside the positions before and after some time
 
 
 class Pieces(NamedTuple):
     """Parts of intervals between edges."""
 
-    of: Ints
-    """Which interval each is a part of."""
+    of: Ints  # which interval each is a part of
     starts: Ints
     ends: Ints
-    segment: Ints
-    """The last edge at or before it; -1 before all."""
+    segment: Ints  # the last edge at or before it; -1 before all
 
 
 def split(starts: Ints, ends: Ints, edges: Ints) -> Pieces:
@@ -106,8 +103,7 @@ class Host:
 
     trace: Trace
     tree: call_tree.CallTree
-    kind: Ints
-    """Per row, in which table it stood."""
+    kind: Ints  # per row, in which table it stood
 
     @cached_property
     def names(self) -> tuple[Ints, pl.Series]:

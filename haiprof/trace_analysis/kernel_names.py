@@ -13,8 +13,7 @@ FULL, SHORT, GENERIC = "full", "short", "generic"
 STYLES = (FULL, SHORT, GENERIC)
 
 _COPY = re.compile(r"(?:hip)?Mem(?:cpy|set)")
-_CLONE = re.compile(r"\s*\[clone [^\]]*\]$")
-"""What rocprofiler-sdk writes behind names."""
+_CLONE = re.compile(r"\s*\[clone [^\]]*\]$")  # what rocprofiler-sdk writes behind names
 _COLLECTIVE = re.compile(
     r"^(?:n|r)ccl(?:Symk?)?(?:Dev)?Kernel_(?:Generic_?)?(?!Generic(?:_\d|$))([A-Z][A-Za-z]+)"
 )
@@ -76,8 +75,7 @@ def _without(name: str, brackets: str) -> str:
 
 _SIGN = " <<<"
 _DIMENSIONS = 3
-_LIMIT = 1 << 31
-"""Of one dimension, in CUDA; beyond it, it is none."""
+_LIMIT = 1 << 31  # of one dimension, in CUDA; beyond it, it is none
 
 
 def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:

@@ -27,8 +27,7 @@ from haiprof.trace_format.find import MERGED_NAME
 from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.launch_checks import OF_EACH_RANK
 
-MARGIN_NS = 2_000_000_000
-"""Before and behind the traces: two samples of a second each."""
+MARGIN_NS = 2_000_000_000  # before and behind the traces: two samples of a second each
 _NODES_PID, _NODES_SORT = 1_900_000_000, 2_000_000_000
 _THREADS = ("steps", "phases", "pauses")
 _STEPS, _PHASES, _PAUSES = range(3)
@@ -170,8 +169,7 @@ class MergeReport:
     clocks: tuple[RankClock, ...]
     base_ns: int
     """Unix time that the output's times count from; 0 where they are Unix time themselves."""
-    run: Path | None
-    """The run directory whose counters and phases are in it."""
+    run: Path | None  # the run directory whose counters and phases are in it
     notes: tuple[str, ...]
     faults: tuple[str, ...]
     """What is wrong with the recordings, a line per kind. They are merged as they were recorded.

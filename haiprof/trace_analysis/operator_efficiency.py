@@ -62,8 +62,7 @@ class Peak:
     """One device."""
 
     name: str
-    pattern: str
-    """Of its name in traces."""
+    pattern: str  # of its name in traces
     flops_per_s: Mapping[str, float]
     """By precision, without sparsity; fp64 and fp32 outside matrix units."""
     bytes_per_s: float
@@ -479,10 +478,8 @@ FlashAttention-2 0.72 on A100 (arXiv 2407.08608, 2307.08691)."""
 _REACHED_OTHERS = (0.3, 0.5)
 REACHED_MEMORY = (0.5, 0.75)
 """The same of the memory's bandwidth; a copy on H100 or MI300X reaches 0.75 to 0.9."""
-SHORT_NS = 10_000
-"""Below it the begin and end of a kernel are a good part of it."""
-_LEAST_NS = 5_000
-"""No kernel is expected to take less."""
+SHORT_NS = 10_000  # below it the begin and end of a kernel are a good part of it
+_LEAST_NS = 5_000  # no kernel is expected to take less
 
 OPERATOR = ("operator", "shapes", "kind", "precision")
 
@@ -502,8 +499,7 @@ class RankOperators:
     setting, at what is usually reached of that, and at what surely is; `tensor_ns` at TF32's peak
     of products of fp32 without tensor cores; null where that is not known."""
     device_name: str | None
-    peak_source: str | None
-    """None where the device's peak is not known."""
+    peak_source: str | None  # None where the device's peak is not known
 
 
 def rank_operators(

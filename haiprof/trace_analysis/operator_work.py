@@ -56,8 +56,7 @@ class Tensor:
         return None if size is None else self.count * size
 
 
-Argument = Tensor | tuple[Tensor, ...] | None
-"""A tensor, a list of tensors, or anything else."""
+Argument = Tensor | tuple[Tensor, ...] | None  # a tensor, a list of tensors, or anything else
 
 
 def arguments_of(dims: str | None, types: str | None) -> tuple[Argument, ...]:
@@ -119,16 +118,13 @@ class Work:
     """The work of one call."""
 
     kind: str
-    flops: int
-    """That are executed."""
+    flops: int  # that are executed
     bytes: int | None
     """Each input read and each output written once; None of an unknown type. Where the shapes leave
     open how much is read, what is most likely."""
     precision: str | None
-    model_flops: int = -1
-    """Without recomputation inside the operator."""
-    least_bytes: int | None = None
-    """Where the shapes leave it open."""
+    model_flops: int = -1  # without recomputation inside the operator
+    least_bytes: int | None = None  # where the shapes leave it open
     rows: int | None = None
     """Of a matrix product: rows, or tokens, for which its weights are read once."""
 

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 Question = Callable[..., _Result]
 """A module-level function: (trace, **options) to something small that can be pickled."""
-Progress = Callable[[int, int], None]
-"""Called with (files done, files in all) after each file."""
+Progress = Callable[[int, int], None]  # called with (files done, files in all) after each file
 
 SMALL_BYTES = 32 << 20
 """Files smaller than this in total are read in this process: starting others takes longer."""

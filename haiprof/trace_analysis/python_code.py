@@ -302,8 +302,7 @@ LINES_SCHEMA = {
     "backward_ns": pl.Float64, "event_count": pl.Int64, "rest_ns": pl.Float64,
 }  # fmt: skip
 
-_STALLED = 20
-"""An operator so many times the median of its line's waited for a core."""
+_STALLED = 20  # an operator so many times the median of its line's waited for a core
 
 
 def operator_lines(trace: Trace) -> pl.DataFrame:

@@ -29,8 +29,7 @@ from haiprof.trace_format.find import SUMMARY_SUFFIX, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 _Result = TypeVar("_Result")
-_Visit = dict[str, Any]
-"""The answers about one file, by the name of the question."""
+_Visit = dict[str, Any]  # the answers about one file, by the name of the question
 _Section = Callable[[TraceQuestions, Steps], pl.DataFrame]
 
 _ONE_RANK = "the trace of one rank: who waited for whom needs the traces of several"

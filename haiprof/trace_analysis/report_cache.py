@@ -29,8 +29,7 @@ Answer = pl.DataFrame | TraceFile | MissingDataError
 """What is cached: a result, or the error that says what was not recorded."""
 
 _ENDING = ".answers"
-_SIZE_LIMIT_BYTES = 16 << 20
-"""Larger answers are not cached."""
+_SIZE_LIMIT_BYTES = 16 << 20  # larger answers are not cached
 UNFIT = (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError,
          pl.exceptions.PolarsError, pl.exceptions.PanicException)  # fmt: skip
 """What reading damaged answers raises; polars panics on some Arrow data."""
@@ -124,12 +123,10 @@ class Reduced:
     """The content of a file that `--reduce` made of a trace."""
 
     path: Path
-    head: Mapping[str, Any]
-    """The line of JSON that it begins with."""
+    head: Mapping[str, Any]  # the line of JSON that it begins with
     steps: Steps
     """First profiler step and the one after the last; None: all that was recorded."""
-    answers: Mapping[str, Answer]
-    """By the name of the question."""
+    answers: Mapping[str, Answer]  # by the name of the question
 
 
 def write_summary(trace: Path, folder: Path, steps: Steps, answers: Mapping[str, Answer]) -> Path:

@@ -87,8 +87,7 @@ class SqlTable:
     name: str
     meaning: str
     columns: Columns
-    frame: Callable[[], pl.LazyFrame]
-    """Its rows, read when it is called."""
+    frame: Callable[[], pl.LazyFrame]  # its rows, read when it is called
 
     @property
     def dtypes(self) -> dict[str, pl.DataType]:

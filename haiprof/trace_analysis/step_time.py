@@ -247,10 +247,8 @@ def step_windows(trace: Trace) -> pl.DataFrame:
 
 IDLE_LANE, HOST_LANE = "GPU idle", "host"
 _LANE_LIMIT = 6
-_PIECES = 600
-"""Of the step: what is shorter is not seen."""
-NAMED_RATIO = 0.04
-"""Of the step: a shorter bar has no room for a name."""
+_PIECES = 600  # of the step: what is shorter is not seen
+NAMED_RATIO = 0.04  # of the step: a shorter bar has no room for a name
 TIMELINE_SCHEMA = {
     "lane": pl.String, "kind": pl.String, "name": pl.String, "start_ns": pl.Int64,
     "dur_ns": pl.Int64, "is_one": pl.Boolean,

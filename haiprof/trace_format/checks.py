@@ -85,8 +85,7 @@ def without_duplicates(events: pl.DataFrame, key: str) -> pl.DataFrame:
 
 _UNORDERED_SHARE = 0.01
 """Of a table's time: where starts go back further, the file is not in order of time."""
-WRITTEN = (OPS, ANNOTATIONS, PYTHON, RUNTIME, GPU)
-"""Tables that tell where a file is cut off."""
+WRITTEN = (OPS, ANNOTATIONS, PYTHON, RUNTIME, GPU)  # tables that tell where a file is cut off
 
 
 def find_cut(tables: Mapping[str, pl.DataFrame], marks: pl.DataFrame, *, has_gpu: bool) -> Cut:
@@ -199,8 +198,7 @@ _COVERED_LEAST = 3
 _ALONE_COVERED_LEAST = 8
 _PEER_FACTOR = 5
 _HUGE_FACTOR, _HUGE_NS = 100, 1_000_000
-_FLOOR_NS = 50_000
-"""Stamps of one stream contradict each other by some us in sound traces."""
+_FLOOR_NS = 50_000  # stamps of one stream contradict each other by some us in sound traces
 _WINDOW_FACTOR = 2
 _ALONE_NS = 100_000_000
 """By so much the only kernel of its name may be longer than the host's window."""
@@ -211,14 +209,11 @@ _DEVICE = 1_000_003  # tells the streams of devices apart in one number
 class _Streams:
     """GPU events stream by stream, each by start."""
 
-    row: Ints
-    """Of the frame."""
+    row: Ints  # of the frame
     start: Ints
     end: Ints
-    next_start: Ints
-    """Of the next event on the stream; of the last one its own end."""
-    begun: Ints
-    """How many later ones of the stream begin before it ends."""
+    next_start: Ints  # of the next event on the stream; of the last one its own end
+    begun: Ints  # how many later ones of the stream begin before it ends
     in_graph: Bools
     """Whether these are all of one launch: branches of a CUDA graph may run side by side."""
 

@@ -195,16 +195,11 @@ class ExecutionReport:
     """Counts of a file's nodes: read, repaired, lost."""
 
     path: str
-    node_count: int
-    """In the frame."""
-    lost_count: int
-    """Of another form, or without a number."""
-    repeated_count: int
-    """With the number of an earlier node: left out."""
-    orphan_count: int
-    """Whose parent is not in the file, roots not counted: they have none."""
-    cycle_count: int
-    """That were their own ancestors: they have no parent."""
+    node_count: int  # in the frame
+    lost_count: int  # of another form, or without a number
+    repeated_count: int  # with the number of an earlier node: left out
+    orphan_count: int  # whose parent is not in the file, roots not counted: they have none
+    cycle_count: int  # that were their own ancestors: they have no parent
 
     @property
     def notes(self) -> list[str]:
@@ -225,10 +220,8 @@ class ExecutionTrace:
     path: Path
     schema: str
     pid: int | None
-    header: dict[str, Any]
-    """`time`, `start_ts`, `finish_ts` ... as written."""
-    nodes: pl.DataFrame
-    """By number; columns are `NODE_SCHEMA`."""
+    header: dict[str, Any]  # `time`, `start_ts`, `finish_ts` ... as written
+    nodes: pl.DataFrame  # by number; columns are `NODE_SCHEMA`
     report: ExecutionReport
 
 
@@ -354,8 +347,7 @@ def _circles(above: npt.NDArray[np.int64]) -> Bools:
     return found
 
 
-SCHEMA = "1.1.1-chakra.0.0.4"
-"""The schema that is written: mlc-chakra 1.0.0 reads no later one."""
+SCHEMA = "1.1.1-chakra.0.0.4"  # the schema that is written: mlc-chakra 1.0.0 reads no later one
 _TYPES = dict.fromkeys(ATTRIBUTE_NAMES, "uint64") | {"seq_id": "int64", "op_schema": "string"}
 _EXACT = ("ts_ns", "dur_ns", "self_ns", "host_tid", "linked_by", "device", "bytes")
 _EMPTY: dict[str, Any] = {"op_schema": "", "seq_id": -1}

@@ -31,8 +31,7 @@ COPY_KEY = "haiprof_copy"
 """Begins a trace that haiprof wrote anew with more or less in it: it is not another rank."""
 
 _NUMBERS = ("pid", "rank")
-_NO_RANK = 1 << 31
-"""Numbers from here on are not taken for ranks."""
+_NO_RANK = 1 << 31  # numbers from here on are not taken for ranks
 
 
 def rank_of(path: Path, metadata: Mapping[str, Any]) -> int | None:
@@ -148,14 +147,11 @@ def raw_traces(folder: Path, finished: Iterable[str]) -> list[Path]:
 
 
 TRACE_ENDINGS = (".json", ".json.gz")
-NSIGHT_ENDING = ".sqlite"
-"""Of an export of Nsight Systems."""
+NSIGHT_ENDING = ".sqlite"  # of an export of Nsight Systems
 COUNTER_SUFFIX = "_with_counters"
 """Ends the name of a copy of a trace with counter tracks, which is not another rank."""
-OVERLAY_SUFFIX = "_critical_path"
-"""Ends the name of a copy with its critical path drawn in."""
-SUMMARY_SUFFIX = ".summary"
-"""Ends the name of a summary: a trace's answers to the standard report."""
+OVERLAY_SUFFIX = "_critical_path"  # ends the name of a copy with its critical path drawn in
+SUMMARY_SUFFIX = ".summary"  # ends the name of a summary: a trace's answers to the standard report
 FUNCTIONS_SUFFIX = ".functions"
 """Ends the name of what `haiprof trace functions` asks of a trace, in place of the trace."""
 MERGED_NAME = "merged"

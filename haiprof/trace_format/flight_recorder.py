@@ -18,8 +18,7 @@ from haiprof.run_format.unpack import read_text
 from haiprof.trace_format.execution import JsonError
 from haiprof.trace_format.memory_snapshot import read_plain_pickle
 
-SIZE_LIMIT_BYTES = 1 << 28
-"""Of the unpacked text: a ring of 100,000 entries is 50 MB."""
+SIZE_LIMIT_BYTES = 1 << 28  # of the unpacked text: a ring of 100,000 entries is 50 MB
 
 TORCH_DUMP_LIMIT_BYTES = 64_000_000
 _RANKS_CHARS, _FRAMES = 1 << 20, 64

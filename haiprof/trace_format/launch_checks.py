@@ -32,15 +32,13 @@ COPY_SYNC = (
 """They wait for the copy that they make."""
 FREE = r"^(?:cuda|hip)Free(?:Host)?$|^cuMemFree(?:_v2)?$"
 """They wait for the device where the memory may be in use, and do much work of their own."""
-BLOCKING = f"{DEVICE_SYNC}|{STREAM_SYNC}|{COPY_SYNC}"
-"""All that always wait."""
+BLOCKING = f"{DEVICE_SYNC}|{STREAM_SYNC}|{COPY_SYNC}"  # all that always wait
 
 
 GPU_TIME = ("temporal", "overlap", "kernel_types", "kernels", "idle", "steps")
 LAUNCHES = ("launches", "queue", "idle", "critical-path", "what-if")
 ALL_RANKS = ("process_groups", "lateness", "stragglers", "clock_offsets")
-OF_EACH_RANK = (*GPU_TIME, *LAUNCHES)
-"""What the events of each rank answer by themselves."""
+OF_EACH_RANK = (*GPU_TIME, *LAUNCHES)  # what the events of each rank answer by themselves
 EVERYTHING = tuple(dict.fromkeys((*GPU_TIME, *LAUNCHES, *ALL_RANKS, "efficiency")))
 
 
@@ -67,16 +65,12 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
 class Finding:
     """One thing that is odd about a trace."""
 
-    check: str
-    """Name of the check, such as `covering_kernels`."""
-    count: int
-    """Of events, ranks or whatever was counted."""
-    text: str
-    """What was seen, with its numbers."""
+    check: str  # name of the check, such as `covering_kernels`
+    count: int  # of events, ranks or whatever was counted
+    text: str  # what was seen, with its numbers
     effect: str
     """What becomes of the answers: what was corrected or left out, or what they cannot say."""
-    is_fault: bool = True
-    """False where it is so by design, and nothing is wrong."""
+    is_fault: bool = True  # False where it is so by design, and nothing is wrong
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -103,8 +97,7 @@ def count_text(count: int, noun: str) -> str:
 # Calls that start kernels. Copies and sets are not among them: one of no bytes starts nothing.
 _LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch"
 BEGIN_CAPTURE, END_CAPTURE = "StreamBeginCapture", "StreamEndCapture"
-_TOLERANCE_NS = 1_000
-"""Some traces have whole microseconds."""
+_TOLERANCE_NS = 1_000  # some traces have whole microseconds
 _AHEAD_LEAST_NS = 5_000
 """In sound traces the last kernel ends 4 us and more before the call that waits for it."""
 TO_HOST = "DtoH|DeviceToHost"

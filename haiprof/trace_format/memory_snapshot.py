@@ -17,8 +17,7 @@ from haiprof.base.errors import TraceFormatError
 from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
 from haiprof.run_format.unpack import read_text
 
-_VERSION = 1
-"""Version of plain_pickle.c; one that was built from an older text is not used."""
+_VERSION = 1  # version of plain_pickle.c; one that was built from an older text is not used
 
 _compiled: ModuleType | None
 try:
@@ -121,8 +120,7 @@ class MemorySnapshot:
     place in `stacks`, null where no history was recorded when the block was allocated."""
     events: pl.DataFrame
     """Its history, oldest first: EVENT_SCHEMA; `time_ns` is Unix time, null before torch 2.3."""
-    stacks: tuple[tuple[Frame, ...], ...]
-    """Python frames, innermost last, at most 64 of each."""
+    stacks: tuple[tuple[Frame, ...], ...]  # Python frames, innermost last, at most 64 of each
 
 
 def is_pickle(path: Path) -> bool:

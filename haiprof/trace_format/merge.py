@@ -46,8 +46,7 @@ def ranked_id(rank: int, written: bytes) -> bytes:
     return b'"0x' + found.hexdigest().encode() + b'"'
 
 
-_DIGITS_LIMIT = 40
-"""A number with more digits than this is not a time and stays unchanged."""
+_DIGITS_LIMIT = 40  # a number with more digits than this is not a time and stays unchanged
 _NS_DIGITS = 3  # of a microsecond
 _PLAIN_FROM_NS = 1000  # from here on there is a digit before the dot
 
@@ -90,8 +89,7 @@ _EVENTS: Decoder = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _META, _ZERO = b'"M"', msgspec.Raw(b"0")
 _TAIL_EVENTS = 1000
 
-Range = tuple[int, int]
-"""Start and end in ns."""
+Range = tuple[int, int]  # start and end in ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +98,10 @@ class RankPlan:
 
     source: merge_inputs.TraceInput
     rank: int
-    shift_ns: int
-    """Added to its times."""
+    shift_ns: int  # added to its times
     between: Range | None
     """Only what touches this range of its own times; None takes all."""
-    clock: Mapping[str, Any]
-    """How its clock was found, for the output's metadata."""
+    clock: Mapping[str, Any]  # how its clock was found, for the output's metadata
     streams: merge_inputs.StreamLanes = field(default_factory=merge_inputs.StreamLanes)
     """Events that leave the lane of their stream."""
     without_phases: bool = False
@@ -117,15 +113,12 @@ class RankEvents:
     """Rewrites one rank's events."""
 
     plan: RankPlan
-    base_ns: int = 0
-    """Unix time that the merged trace counts from."""
+    base_ns: int = 0  # Unix time that the merged trace counts from
     text: TraceText = field(init=False)
     lanes: merge_inputs.Lanes = field(init=False)
     damage: Damage = field(default_factory=Damage)
-    event_count: int = 0
-    """Of the file, that could be read."""
-    passed_count: int = 0
-    """Of those, that are in the merged trace."""
+    event_count: int = 0  # of the file, that could be read
+    passed_count: int = 0  # of those, that are in the merged trace
     added_count: int = 0
     """Added events that name processes without a name in the file, and lanes beside streams."""
     range_ns: Range | None = None
@@ -221,8 +214,7 @@ class Track:
     pid: int
     name: str
     sort_index: int
-    threads: tuple[str, ...] = ()
-    """Names of its threads, from 0."""
+    threads: tuple[str, ...] = ()  # names of its threads, from 0
     counters: pl.DataFrame | None = None
     """`time_ns`, `name`, `unit`, `value`; a row without a value is left out."""
     spans: pl.DataFrame | None = None
@@ -331,8 +323,7 @@ def check_target(path: Path, inputs: list[Path], *, force: bool) -> None:
         raise UsageError(f"{path}: it already exists", hint="--force replaces it")
 
 
-VERSION = 1
-"""Of what stands under `MERGED_KEY` and `RANKS_KEY`. 1: first."""
+VERSION = 1  # of what stands under `MERGED_KEY` and `RANKS_KEY`; 1: first
 RANKS_KEY = "haiprof_ranks"
 """Metadata of the merged trace: of each rank its file, clock, losses and own metadata."""
 _BATCH = 1000
@@ -349,10 +340,8 @@ class MergedTrace:
     """What was written."""
 
     ranks: tuple[RankEvents, ...]
-    track_event_count: int
-    """Of counters and phases, with the names of their processes."""
-    text_bytes: int
-    """Of the output, before packing."""
+    track_event_count: int  # of counters and phases, with the names of their processes
+    text_bytes: int  # of the output, before packing
 
     @property
     def event_count(self) -> int:

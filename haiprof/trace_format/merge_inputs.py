@@ -115,8 +115,7 @@ def trace_input(path: Path) -> TraceInput:
     )
 
 
-Fields = dict[str, msgspec.Raw]
-"""One event; values as they are written."""
+Fields = dict[str, msgspec.Raw]  # one event; values as they are written
 
 STRIDE = 1000
 """Rank 3's processes are 4000 to 4999; those below 1000 belong to no rank (nodes' counters)."""
@@ -136,10 +135,8 @@ class _Process:
     """One process of one rank."""
 
     pid: int
-    written: str
-    """Its pid in the rank's own file."""
-    labels: dict[str, str] = field(default_factory=dict)
-    """Its name and label there."""
+    written: str  # its pid in the rank's own file
+    labels: dict[str, str] = field(default_factory=dict)  # its name and label there
 
 
 class Lanes:
@@ -271,14 +268,11 @@ _SCHEMA = {
 class StreamLanes:
     """Events that leave their stream's lane, and the arrows that end at them."""
 
-    places: tuple[int, ...] = ()
-    """In the file, in order."""
-    tids: Mapping[int, int] = field(default_factory=dict)
-    """New thread by place."""
+    places: tuple[int, ...] = ()  # in the file, in order
+    tids: Mapping[int, int] = field(default_factory=dict)  # new thread by place
     arrows: Mapping[tuple[int, int], Mapping[int, int]] = field(default_factory=dict)
     """By the arrow's id and thread: new thread by time."""
-    threads: tuple[tuple[int, int, int], ...] = ()
-    """Process, stream and number of each lane."""
+    threads: tuple[tuple[int, int, int], ...] = ()  # process, stream and number of each lane
 
     def move(self, events: Sequence[Fields], first: int) -> None:
         """Moves some of the file's events to their lanes; all of their other fields stay."""

@@ -21,8 +21,7 @@ from haiprof.base.errors import TraceFormatError, convert_os_errors
 from haiprof.base.units import bytes_text
 from haiprof.trace_format.execution import JsonError
 
-LIMIT_BYTES = 8 << 20
-"""Of one file its end is read: some 20,000 records."""
+LIMIT_BYTES = 8 << 20  # of one file its end is read: some 20,000 records
 _VERSIONS = ("v4.0", "v4.1", "v4.2", "v4.3", "v4.4")
 _NAME_LIMIT = 64
 _GB = 1e9
@@ -62,10 +61,8 @@ class NcclFile:
 
     collectives: pl.DataFrame
     waits: pl.DataFrame
-    is_cut: bool
-    """Whether its begin was left out."""
-    notes: tuple[str, ...]
-    """What was damaged."""
+    is_cut: bool  # whether its begin was left out
+    notes: tuple[str, ...]  # what was damaged
 
 
 def read_nccl_file(path: Path, *, limit_bytes: int = LIMIT_BYTES) -> NcclFile:

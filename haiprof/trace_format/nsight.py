@@ -28,8 +28,7 @@ from haiprof.trace_format.kineto.load import LoadReport
 Sink = Callable[[str, pl.DataFrame], None]
 _MAGIC = b"SQLite format 3\0"
 _ROWS = 1 << 15
-_PUSH_POP, _START_END = 59, 60
-"""Kinds of NVTX ranges that have an end."""
+_PUSH_POP, _START_END = 59, 60  # kinds of NVTX ranges that have an end
 _VERSION = re.compile(r"_v\d+$")
 """Of a call, behind its name: `cudaLaunchKernel_v7000`."""
 _OPERATOR = re.compile(r"(.+?)((?:, (?:seq|op_id|sizes|input_op_ids) = .*)|$)", re.DOTALL)

@@ -20,8 +20,7 @@ from haiprof.trace_analysis.pool import Pool, Progress, Question, Serial, defaul
 from haiprof.trace_format.find import by_rank, is_reduced_to_functions, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
-NamedFiles = Mapping[int, Path] | tuple[Path, ...]
-"""Files by rank, or files that state their ranks."""
+NamedFiles = Mapping[int, Path] | tuple[Path, ...]  # files by rank, or files that state their ranks
 _Result = TypeVar("_Result")
 _Options = ParamSpec("_Options")
 

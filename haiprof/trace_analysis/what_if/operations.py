@@ -43,8 +43,7 @@ class Dependencies:
     """(earlier, later): the later starts once the earlier has ended."""
     groups: tuple[tuple[Operation, ...], ...]
     """Operations that transfer only once all of them have started."""
-    over_ranks: frozenset[Operation]
-    """Those whose group also spans the data-parallel ranks."""
+    over_ranks: frozenset[Operation]  # those whose group also spans the data-parallel ranks
 
 
 def dependencies(step: pl.DataFrame) -> Dependencies:
@@ -167,14 +166,10 @@ SHOWN_AS = {kind: f"{kind.split('-')[0]}-pp-comm" for kind in SENDS_AND_RECEIVES
 class OperationTable:
     """A job's operations: a row per operation and data-parallel rank, a column per step."""
 
-    rows: pl.DataFrame
-    """`optype`, `seq_id`, `stage`, `dp_rank`, `rank`; shape (rows,)."""
-    steps: Ints
-    """Step numbers, shape (steps,)."""
-    starts: Ints
-    """ns since the step's start, shape (rows, steps)."""
-    ends: Ints
-    """ns since the step's start, shape (rows, steps)."""
+    rows: pl.DataFrame  # `optype`, `seq_id`, `stage`, `dp_rank`, `rank`; shape (rows,)
+    steps: Ints  # step numbers, shape (steps,)
+    starts: Ints  # ns since the step's start, shape (rows, steps)
+    ends: Ints  # ns since the step's start, shape (rows, steps)
     model: Dependencies
 
 

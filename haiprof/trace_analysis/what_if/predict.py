@@ -25,18 +25,12 @@ class Plan:
     waits for the start of every member, with an edge to each member's end.
     """
 
-    point_count: int
-    """Points are 0 .. point_count - 1; one without an incoming edge is at 0 ns."""
-    sources: Ints
-    """Earlier end of each edge, shape (edges,)."""
-    targets: Ints
-    """Later end of each edge, shape (edges,)."""
-    edges: Ints
-    """Edges by the level of their target, those of one target together."""
-    heads: Ints
-    """Where a new target begins in `edges`."""
-    levels: Ints
-    """Where a new level begins in `heads`; ends with their number."""
+    point_count: int  # points are 0 .. point_count - 1; one without an incoming edge is at 0 ns
+    sources: Ints  # earlier end of each edge, shape (edges,)
+    targets: Ints  # later end of each edge, shape (edges,)
+    edges: Ints  # edges by the level of their target, those of one target together
+    heads: Ints  # where a new target begins in `edges`
+    levels: Ints  # where a new level begins in `heads`; ends with their number
 
 
 def plan_graph(point_count: int, sources: Ints, targets: Ints) -> Plan:
@@ -88,14 +82,11 @@ class Job:
     """The graphs of all ranks as one; point 0 is the beginning."""
 
     plan: Plan
-    times: Ints
-    """When each point was reached, ns since the beginning, shape (points,)."""
+    times: Ints  # when each point was reached, ns since the beginning, shape (points,)
     caused_ns: Ints
     """When a host caused each point to be reached, shape (points,); of a loader's workers never."""
-    lengths: Ints
-    """ns of each edge as it was and with each change, shape (edges, 1 + changes)."""
-    begun_ns: int
-    """When the last rank began its first step, ns since the first one did."""
+    lengths: Ints  # ns of each edge as it was and with each change, shape (edges, 1 + changes)
+    begun_ns: int  # when the last rank began its first step, ns since the first one did
     bounds_ns: Ints
     """Of the rank that waits longest for its loader's workers, or began last: see `RankGraph`."""
     by_batches: bool
@@ -266,10 +257,8 @@ def _even_out(
     return found
 
 
-_LEAST_STEPS = 4
-"""Of fewer, the spread between steps is not known."""
-_LEAST_PART = 0.5
-"""Batches that were waited for must span so much of the window to stand for it."""
+_LEAST_STEPS = 4  # of fewer, the spread between steps is not known
+_LEAST_PART = 0.5  # batches that were waited for must span so much of the window to stand for it
 _INEXACT_RATIO = 0.05
 """Of what a change gains: a real change is seldom exactly the one that is asked for, and tracing
 makes short calls longer. Own choice, held against benchmarks/results/whatif_reruns.md."""

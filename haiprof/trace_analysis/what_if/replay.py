@@ -114,16 +114,14 @@ def rank_as_others(rank: int | None = None) -> Change:
 class ReplayWindow:
     """The part of a rank's trace that is replayed."""
 
-    main_tid: int
-    """The thread that trains."""
+    main_tid: int  # the thread that trains
     bounds_ns: Ints
     """When each profiler step begins and the last one ends; of the whole window where there are
     none."""
     spans: pl.DataFrame
     """Operators and runtime calls that begin in it: `name`, `tid`, `ts_ns`, `end_ns` (at most the
     window's), `correlation` of calls."""
-    handed: tuple[dependencies.HandOvers, ...]
-    """Waits of its threads for each other."""
+    handed: tuple[dependencies.HandOvers, ...]  # waits of its threads for each other
 
     @property
     def within(self) -> tuple[int, int]:
@@ -290,14 +288,11 @@ holds prefetch_factor batches of each, by default 2, and a trace does not say of
 class Batches:
     """Batches that the main process took from workers, in order; arrays of one length."""
 
-    asked_ns: Ints
-    """When it asked for each."""
-    taken_ns: Ints
-    """When it went on with it: the first operator inside of `__next__`, or its end."""
+    asked_ns: Ints  # when it asked for each
+    taken_ns: Ints  # when it went on with it: the first operator inside of `__next__`, or its end
     ready_ns: Ints
     """When the workers had made it; of one that lay ready, as their usual pace has it."""
-    waited: Bools
-    """Whether it was not ready when it was asked for."""
+    waited: Bools  # whether it was not ready when it was asked for
 
     @property
     def bounds(self) -> Ints:
@@ -361,8 +356,7 @@ def _ready(taken: Ints, waited: Bools) -> Ints | None:
     return np.minimum(np.rint(ready).astype(np.int64), taken)
 
 
-WORKERS, HOST = "workers", "host"
-"""Labels of the work of a loader's workers and of the CPU's."""
+WORKERS, HOST = "workers", "host"  # labels of the work of a loader's workers and of the CPU's
 
 
 def change_lengths(trace: Trace, change: Change, lengths: Ints, edges: pl.DataFrame) -> Ints:
@@ -412,8 +406,7 @@ _TIES = {BLOCK_END: 0, DONE: 1, MARK: 2, LAUNCH: 3, BLOCK_BEGIN: 4}
 """Order of points of one thread at one time: a wait ends before what follows it."""
 _KEY = ["tid", "role", "time_ns"]
 _POINTS = ("tid", "role", "time_ns", "correlation", "call")
-_Key = tuple[int, str, Ints]
-"""A thread, the role of its points, and their times."""
+_Key = tuple[int, str, Ints]  # a thread, the role of its points, and their times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,15 +421,12 @@ class RankGraph:
     """`source` and `target`, rows of `points`; of work its `label` (a kernel's name, `workers` or
     `host`; null of waiting and of collectives) and `begin_ns`, when the CPU began or launched it;
     `event` in `Trace.gpu` of a kernel."""
-    lengths: Ints
-    """ns of each edge as it was and with each change, shape (edges, 1 + changes)."""
+    lengths: Ints  # ns of each edge as it was and with each change, shape (edges, 1 + changes)
     bounds_ns: Ints
     """When the host took each batch that it had waited for, where the loader's workers limit the
     step; else when each step began and the last one ended."""
-    waited_ns: int
-    """For batches; 0 where the loader's workers do not limit the step."""
-    begins_ns: int
-    """Start of the window."""
+    waited_ns: int  # for batches; 0 where the loader's workers do not limit the step
+    begins_ns: int  # start of the window
     step_count: int
     apart_count: int
     """Threads that launch kernels and that nothing in the trace starts: they keep their times."""

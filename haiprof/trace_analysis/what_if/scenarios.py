@@ -28,12 +28,9 @@ from haiprof.trace_format.kineto.events import GPU_BACKENDS
 if TYPE_CHECKING:
     from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 
-SPEEDUP = 2.0
-"""The speed-up of each change in the default scenarios."""
-NAME_COUNT = 6
-"""How many kernels and how many operators are tried: those with the most time."""
-RANK_COUNT = 4
-"""How many ranks are tried alone: those that hold the others up most."""
+SPEEDUP = 2.0  # the speed-up of each change in the default scenarios
+NAME_COUNT = 6  # how many kernels and how many operators are tried: those with the most time
+RANK_COUNT = 4  # how many ranks are tried alone: those that hold the others up most
 # Ranges that stand among operators, and what the network is asked about.
 _NO_OPERATORS = rf"{LOADER_NAME}|^ProfilerStep|^record_param_comms|^c10d::|^(?:{GPU_BACKENDS}):"
 

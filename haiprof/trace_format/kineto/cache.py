@@ -33,8 +33,7 @@ from haiprof.trace_format.launch_checks import Finding
 from haiprof.trace_format.nsight import export_files, is_nsight_export, read_nsight
 
 _ENTRY = re.compile(r"[0-9a-z-]{8,80}\.(columns|answers|findings)")
-_UNFINISHED_S = 24 * 3600.0
-"""After this time an unfinished file is taken for abandoned."""
+_UNFINISHED_S = 24 * 3600.0  # after this time an unfinished file is taken for abandoned
 
 
 def user_folder() -> Path:
@@ -111,8 +110,7 @@ UNFIT = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error,
 """What reading a damaged cache raises."""
 
 
-_Read = Callable[[int, int], bytes]
-"""Reads so many bytes from a place, where the parts are."""
+_Read = Callable[[int, int], bytes]  # reads so many bytes from a place, where the parts are
 
 
 class TraceColumns:
@@ -322,8 +320,7 @@ class KeptFindings:
     """What was found of one trace."""
 
     findings: tuple[Finding, ...]
-    corrected: frozenset[str]
-    """Tables that hold something else than the file."""
+    corrected: frozenset[str]  # tables that hold something else than the file
     window: tuple[int, int] | None
     """First start and last end of calls and GPU events, or else of operators."""
 

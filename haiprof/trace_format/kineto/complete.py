@@ -47,14 +47,10 @@ class RawTrace:
     path: Path
     metadata: Mapping[str, Any]
     event_count: int
-    base_ns: int
-    """What the times in the file are counted from, in Unix time."""
-    start_wall_ns: int
-    """When Kineto began to record; else the start of the first operator or range."""
-    end_wall_ns: int
-    """When it ended; else the end of the last operator or range."""
-    optimizer_ends_wall_ns: tuple[int, ...]
-    """Ends of the optimizers' steps, in order."""
+    base_ns: int  # what the times in the file are counted from, in Unix time
+    start_wall_ns: int  # when Kineto began to record; else the start of the first operator or range
+    end_wall_ns: int  # when it ended; else the end of the last operator or range
+    optimizer_ends_wall_ns: tuple[int, ...]  # ends of the optimizers' steps, in order
     tid: int | None
     """Of the thread that trains; None where no optimizer stepped."""
 

@@ -34,12 +34,10 @@ class Damage:
 
     repaired_count: int = 0
     """Pieces of text with invalid JSON values (NaN, stray bytes), read without those values."""
-    lost_count: int = 0
-    """Events that could not be read at all."""
+    lost_count: int = 0  # events that could not be read at all
     odd_arguments_count: int = 0
     """Events some of whose arguments are of a wrong type: those are missing."""
-    examples: list[str] = field(default_factory=list)
-    """The beginning of the first few lost events."""
+    examples: list[str] = field(default_factory=list)  # the beginning of the first few lost events
 
     def lose(self, event: bytes) -> None:
         """Counts an event that cannot be read."""

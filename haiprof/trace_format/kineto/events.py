@@ -10,8 +10,7 @@ import msgspec
 
 TRACE_VERSION = 8  # of the tables below; a cache of another version is built again
 
-GPU_RANGES = "gpu_user_annotation"
-"""Category of ranges of the host as they show on the GPU."""
+GPU_RANGES = "gpu_user_annotation"  # category of ranges of the host as they show on the GPU
 GPU, RUNTIME, OPS, ANNOTATIONS, PYTHON, MEMORY, SYNC, LINKS = (
     "gpu", "runtime", "ops", "annotations", "python", "memory", "sync", "links",
 )  # fmt: skip
@@ -55,15 +54,12 @@ class TraceColumn:
     """One column of a table."""
 
     name: str
-    type: str
-    """`i64`, `f64` or `str`."""
+    type: str  # `i64`, `f64` or `str`
     field: str
     """Key among an event's `args`, or `|` between spellings; of the event itself after a dot."""
     meaning: str
-    scale: float = 1.0
-    """From the file's unit to the column's."""
-    is_json: bool = False
-    """A text that holds any JSON value as it was written."""
+    scale: float = 1.0  # from the file's unit to the column's
+    is_json: bool = False  # a text that holds any JSON value as it was written
 
 
 COMMON = (
@@ -177,16 +173,14 @@ Number = int | float | str | None
 Text = str | int | float | None
 Decoder = msgspec.json.Decoder[list[Any]]
 
-NO_JSON = msgspec.Raw(b"")
-"""Where an event has no such argument."""
+NO_JSON = msgspec.Raw(b"")  # where an event has no such argument
 _NO_ARGS = msgspec.Raw(b"{}")
 _NO_TIME = msgspec.Raw(b"null")
 _ZERO = msgspec.Raw(b"0")
 
 CATEGORIES = (*TABLE_OF_CATEGORY, *REDUNDANT_CATEGORIES)
 """The known categories; elsewhere a category is its index here."""
-OTHER_CATEGORY = len(CATEGORIES)
-"""The index of all others."""
+OTHER_CATEGORY = len(CATEGORIES)  # the index of all others
 
 
 PHASES = dict.fromkeys(TABLES, "X") | {MEMORY: "iI", LINKS: "stf", GPU_COUNTERS: "C"}
@@ -212,8 +206,7 @@ class Head(msgspec.Struct, gc=False):
 
 
 HEADS: Decoder = msgspec.json.Decoder(list[Head])
-TEXTS: Decoder = msgspec.json.Decoder(list[msgspec.Raw])
-"""Events as they are written."""
+TEXTS: Decoder = msgspec.json.Decoder(list[msgspec.Raw])  # events as they are written
 
 
 def argument_names(column: TraceColumn) -> list[str]:
@@ -260,8 +253,7 @@ _WHOLE = [_whole_event(category) for category in CATEGORIES]
 # Twice as fast as decoding heads and arguments separately. A single event of unusual form or of
 # another category makes the decoder fail, and the whole piece is decoded as HEADS again.
 WHOLE: Decoder = msgspec.json.Decoder(list[Union[tuple(_WHOLE)]])  # type: ignore[misc] # noqa: UP007
-CATEGORY_OF_TYPE = {kind: place for place, kind in enumerate(_WHOLE)}
-"""Of an event from `WHOLE`."""
+CATEGORY_OF_TYPE = {kind: place for place, kind in enumerate(_WHOLE)}  # of an event from `WHOLE`
 
 JSON_KEYS = {
     key

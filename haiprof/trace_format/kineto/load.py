@@ -26,8 +26,7 @@ from haiprof.trace_format.kineto.columns import (
 from haiprof.trace_format.kineto.decode import Damage, arguments, decode, decode_whole
 from haiprof.trace_format.kineto.text import TraceText
 
-_VERSION = 2
-"""Version of native.c; a scanner that was built from an older one is not used."""
+_VERSION = 2  # version of native.c; a scanner that was built from an older one is not used
 
 _compiled: ModuleType | None
 try:
@@ -37,8 +36,7 @@ try:
 except ImportError:  # haiprof was installed without a compiler
     _compiled = None
 
-NATIVE_ROWS = 1 << 15
-"""Rows of a table that are collected as arrays before they become a frame."""
+NATIVE_ROWS = 1 << 15  # rows of a table that are collected as arrays before they become a frame
 
 # As native.c counts them.
 _KINDS = {"i64": 0, "f64": 1, "str": 2}
@@ -129,12 +127,9 @@ def _series(column: schema.TraceColumn, values: bytes) -> tuple[pl.Series, Bools
 
 
 _Codes = npt.NDArray[np.uint32]
-_Categories = npt.NDArray[np.uint8]
-"""As indices in `CATEGORIES`."""
-_Tables = npt.NDArray[np.int8]
-"""As indices in `_TABLE_NAMES`, or -1."""
-Sink = Callable[[str, pl.DataFrame], None]
-"""Takes a part of a table, as from `TableBatch.take`."""
+_Categories = npt.NDArray[np.uint8]  # as indices in `CATEGORIES`
+_Tables = npt.NDArray[np.int8]  # as indices in `_TABLE_NAMES`, or -1
+Sink = Callable[[str, pl.DataFrame], None]  # takes a part of a table, as from `TableBatch.take`
 
 _MEMORY_NAME = "[memory]"  # before 2022 such events had no category
 _HALF_PHASES = frozenset("BEben")
@@ -160,10 +155,8 @@ class Cut:
     end_ns: int | None = None
     """What begins then or later is left out; None where nothing is."""
     text: str
-    effect: str
-    """What becomes of the answers."""
-    is_device_lost: bool = False
-    """Of a job on GPUs: it ends before their first event."""
+    effect: str  # what becomes of the answers
+    is_device_lost: bool = False  # of a job on GPUs: it ends before their first event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,30 +164,20 @@ class LoadReport:
     """Counts of a file's events by what was done with them; they add up to `event_count`."""
 
     path: str
-    text_bytes: int
-    """Of JSON, decompressed."""
-    event_count: int
-    """Events in the file, lost ones included."""
-    kept: Mapping[str, int]
-    """By table."""
-    redundant: Mapping[str, int]
-    """By category: arrows that repeat what correlations say."""
+    text_bytes: int  # of JSON, decompressed
+    event_count: int  # events in the file, lost ones included
+    kept: Mapping[str, int]  # by table
+    redundant: Mapping[str, int]  # by category: arrows that repeat what correlations say
     not_used: Mapping[str, int]
     """By phase and category: metadata, counters, marks that no table holds."""
-    bad_time_count: int
-    """Events without a usable time: not a number, negative or beyond a century."""
-    lost_count: int
-    """Events that are not JSON, or not in the form of an event."""
-    repaired_count: int
-    """Pieces of text that were read after invalid JSON values were removed."""
+    bad_time_count: int  # events without a usable time: not a number, negative or beyond a century
+    lost_count: int  # events that are not JSON, or not in the form of an event
+    repaired_count: int  # pieces of text that were read after invalid JSON values were removed
     truncated_bytes: int | None
     """Of an unfinished last event, where the file ends without closing its events; else None."""
-    odd_arguments_count: int
-    """Events with arguments of a wrong type, which are missing."""
-    examples: tuple[str, ...]
-    """The beginnings of the first lost events."""
-    file_notes: tuple[str, ...]
-    """Problems of the file other than those of events."""
+    odd_arguments_count: int  # events with arguments of a wrong type, which are missing
+    examples: tuple[str, ...]  # the beginnings of the first lost events
+    file_notes: tuple[str, ...]  # problems of the file other than those of events
     cut: Cut | None = None
     """Where a trace whose file is cut off is taken to end; `rank_trace` finds it."""
 

@@ -112,14 +112,10 @@ class Trace:
 
     python = _table_property(schema.PYTHON)
     """Python functions, by start; a parent before its children."""
-    memory = _table_property(schema.MEMORY)
-    """Allocations and frees, by time."""
-    sync = _table_property(schema.SYNC)
-    """Synchronisations (`enable_cuda_sync_events`), by start."""
-    links = _table_property(schema.LINKS)
-    """Arrows from forward to backward operators."""
-    gpu_counters = _table_property(schema.GPU_COUNTERS)
-    """Samples of the GPU's counters, by time."""
+    memory = _table_property(schema.MEMORY)  # allocations and frees, by time
+    sync = _table_property(schema.SYNC)  # synchronisations (`enable_cuda_sync_events`), by start
+    links = _table_property(schema.LINKS)  # arrows from forward to backward operators
+    gpu_counters = _table_property(schema.GPU_COUNTERS)  # samples of the GPU's counters, by time
     graph_nodes = _table_property(schema.GRAPH_NODES)
     """Nodes of CUDA graphs that are no work of the GPU: events, calls on the host."""
     os_calls = _table_property(schema.OS_CALLS)

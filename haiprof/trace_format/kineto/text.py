@@ -43,16 +43,12 @@ _END_OF_ARRAY = ord("]")
 class Found(Enum):
     """What `element` found."""
 
-    WHOLE = auto()
-    """An element of the array, from `start` to `end`."""
-    ARRAY_END = auto()
-    """The array's bracket, from `start` to `end`."""
+    WHOLE = auto()  # an element of the array, from `start` to `end`
+    ARRAY_END = auto()  # the array's bracket, from `start` to `end`
     UNFINISHED = auto()
     """The text ends within the element that begins at `start`, or between elements."""
-    IN_STRING = auto()
-    """The same, and within a string."""
-    BROKEN = auto()
-    """From `start` the brackets do not fit together."""
+    IN_STRING = auto()  # the same, and within a string
+    BROKEN = auto()  # from `start` the brackets do not fit together
 
 
 @dataclass(frozen=True, slots=True)
