@@ -135,15 +135,12 @@ def _why_not() -> pl.Expr:
     ended = pl.col("end_ns").min().over("collective")
     possible = ended >= pl.col("start_ns").max().over("collective")
     return (
-        pl.when(pl.col("group_size").is_null())
-        .then(pl.lit("size of the group not recorded"))
+        pl.when(pl.col("group_size").is_null()).then(pl.lit("size of the group not recorded"))
         .when(pl.col("rank_count") < pl.col("group_size"))
         .then(pl.format("{} of {} ranks traced", "rank_count", "group_size"))
-        .when(~synchronising)
-        .then(pl.lit("ranks may leave before others enter"))
-        .when(~possible)
-        .then(pl.lit("a rank ends before another starts: clocks differ"))
-    )
+        .when(~synchronising).then(pl.lit("ranks may leave before others enter"))
+        .when(~possible).then(pl.lit("a rank ends before another starts: clocks differ"))
+    )  # fmt: skip
 
 
 def collectives(waits: pl.DataFrame) -> pl.DataFrame:
@@ -205,15 +202,11 @@ def _own_bytes() -> pl.Expr:
     sent, received = pl.col("in_count"), pl.col("out_count")
     size, ranks = pl.col("element_bytes"), pl.col("group_size")
     everything = {
-        "all_reduce": pl.coalesce(sent, received),
-        "broadcast": pl.coalesce(sent, received),
-        "reduce": pl.coalesce(sent, received),
-        "all_to_all": sent,
-        "all_gather": pl.coalesce(received, sent * ranks),
-        "reduce_scatter": pl.coalesce(sent, received * ranks),
-        "gather": sent * ranks,
+        **dict.fromkeys(("all_reduce", "broadcast", "reduce"), pl.coalesce(sent, received)),
+        "all_to_all": sent, "all_gather": pl.coalesce(received, sent * ranks),
+        "reduce_scatter": pl.coalesce(sent, received * ranks), "gather": sent * ranks,
         "scatter": received * ranks,
-    }
+    }  # fmt: skip
     return pl.coalesce(
         pl.when(pl.col("kind") == kind).then(count * size) for kind, count in everything.items()
     )

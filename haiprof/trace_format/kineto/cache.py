@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import polars as pl
@@ -138,7 +138,7 @@ class TraceColumns:
         columns = [  # one after the other, for memory
             _column(parts, column.name)[order]
             for column in TABLES[name]
-            if any(part.holds(column.name) for part in parts)
+            if any(column.name in part.columns for part in parts)
         ]
         return finish_table(name, pl.DataFrame(columns), self._texts)
 
@@ -245,25 +245,15 @@ def _write(path: Path, key: str, file: BinaryIO) -> dict[str, Any]:
     return {"metadata": metadata, "report": asdict(report), "parts": writer.written}
 
 
-class _Part:
+class _Part(NamedTuple):
     """Some rows of a table as they are stored."""
 
-    def __init__(self, data: bytes, columns: list[str]) -> None:
-        self._data = io.BytesIO(data)
-        self._columns = columns
-
-    def holds(self, name: str) -> bool:
-        """Whether some row has a value in a column."""
-        return name in self._columns
-
-    def column(self, name: str) -> pl.DataFrame:
-        """One column; any other one, for its height, where it is missing."""
-        return self.frame([name if self.holds(name) else "event"])
+    data: bytes
+    columns: list[str]  # those in which some row has a value
 
     def frame(self, columns: list[str] | None = None) -> pl.DataFrame:
         """Some columns, or all that there are."""
-        self._data.seek(0)
-        return pl.read_ipc_stream(self._data, columns=columns)
+        return pl.read_ipc_stream(io.BytesIO(self.data), columns=columns)
 
 
 def _order(ts_ns: pl.Series, dur_ns: pl.Series) -> pl.Series:
@@ -272,7 +262,9 @@ def _order(ts_ns: pl.Series, dur_ns: pl.Series) -> pl.Series:
 
 def _column(parts: list[_Part], name: str) -> pl.Series:
     """One column of all parts in one piece; null in parts without it."""
-    return merge_parts([part.column(name) for part in parts])[name].rechunk()
+    # Where a part lacks it, another column has the height.
+    own = [part.frame([name if name in part.columns else "event"]) for part in parts]
+    return merge_parts(own)[name].rechunk()
 
 
 class _PartWriter:

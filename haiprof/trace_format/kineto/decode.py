@@ -103,16 +103,11 @@ def _mend(raw: bytes, decoder: Decoder, damage: Damage) -> object:
         values = msgspec.json.decode(scrub(raw))
     except _DecodeError:
         values = {}
-    kept = {k: v for k, v in values.items() if _fits(k, v)} if isinstance(values, dict) else {}
+    fields = values.items() if isinstance(values, dict) else ()
+    kept = {k: v for k, v in fields if k in JSON_KEYS or type(v) in (int, float, str)}
     if values is not None:
         damage.odd_arguments_count += 1
     return decoder.decode(b"[" + msgspec.json.encode(kept) + b"]")[0]
-
-
-def _fits(key: str, value: object) -> bool:
-    return key in JSON_KEYS or (
-        isinstance(value, (int, float, str)) and not isinstance(value, bool)
-    )
 
 
 def _decode_events(events: bytes, decoder: Decoder) -> list[Any] | None:

@@ -62,15 +62,9 @@ _SPEC = tuple(
     (schema.PHASES[table], table not in schema.WITHOUT_DURATION, tuple(map(_column, columns)))
     for table, columns in _COLUMNS.items()
 )
-_CATEGORIES = tuple(
-    (
-        name.encode(),
-        _TABLE_NAMES.index(schema.TABLE_OF_CATEGORY[name])
-        if name in schema.TABLE_OF_CATEGORY
-        else -1,
-    )
-    for name in schema.CATEGORIES
-)
+_OTHER_CATEGORIES = [-1] * len(schema.REDUNDANT_CATEGORIES)
+_NUMBERS = [*map(_TABLE_NAMES.index, schema.TABLE_OF_CATEGORY.values()), *_OTHER_CATEGORIES]
+_CATEGORIES = tuple(zip(map(str.encode, schema.CATEGORIES), _NUMBERS, strict=True))
 
 
 def is_compiled() -> bool:
@@ -136,11 +130,7 @@ _HALF_PHASES = frozenset("BEben")
 """Halves of an event, which are not used; Kineto writes none."""
 _KINDS_LIMIT = 1000  # of events that no table holds, by phase and category
 _MEMORY, _COUNTERS = map(_TABLE_NAMES.index, (schema.MEMORY, schema.GPU_COUNTERS))
-_TABLE_OF_CATEGORY = np.array(
-    [_TABLE_NAMES.index(table) for table in schema.TABLE_OF_CATEGORY.values()]
-    + [-1] * (len(schema.REDUNDANT_CATEGORIES) + 1),
-    dtype=np.int8,
-)
+_TABLE_OF_CATEGORY = np.array([*_NUMBERS, -1], dtype=np.int8)
 
 
 _PLACES: dict[Any, int] = {category: place for place, category in enumerate(schema.CATEGORIES)}
