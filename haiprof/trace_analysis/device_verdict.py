@@ -70,8 +70,7 @@ class DeviceOperator:
     ns_per_step: float
     flops_per_s: float | None
     bytes_per_s: float | None
-    bound: str | None
-    """`compute` or `memory`; None where the peak or the work is not known."""
+    bound: str | None  # `compute` or `memory`; None where the peak or the work is not known
     roofline_ratio: float | None  # 1 at the roofline; above 1 what was recorded cannot be true
     tensor_ratio: float | None  # of TF32's peak, where products of fp32 leave tensor cores idle
     estimate: str | None
@@ -132,8 +131,7 @@ class DeviceLedger:
     world_size: int | None
     total_ns: int  # of all steps of all devices: the accounts' sum in whole ns
     account_ns: tuple[int, ...]  # of each account, of all steps of all devices
-    mark_ns: float | None
-    """The mean step as the host marked it; None without profiler steps."""
+    mark_ns: float | None  # the mean step as the host marked it; None without profiler steps
     kernel_count: int
     linked_count: int
     operators: tuple[DeviceOperator, ...] = ()  # by their gain, then by their time

@@ -92,8 +92,7 @@ class TraceFile:
     """One rank's file."""
 
     path: Path
-    rank: int | None
-    """As the file states; None where it does not."""
+    rank: int | None  # as the file states; None where it does not
     world_size: int | None
     first_step: int | None  # number of its first profiler step
     last_step: int | None
@@ -102,8 +101,7 @@ class TraceFile:
     end_ns: int | None = None  # last end of one
     findings: tuple[Finding, ...] = ()
     host: str | None = None  # where the rank ran, which only haiprof records
-    device_name: str | None = None
-    """Of its GPU; None where the trace does not say it."""
+    device_name: str | None = None  # of its GPU; None where the trace does not say it
 
 
 def trace_file(trace: Trace) -> TraceFile:

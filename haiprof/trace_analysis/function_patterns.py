@@ -561,8 +561,7 @@ what is not in the file, in words), then four answers as `report_cache` packs th
 plain Arrow: `file`; `functions`, without the two ratios that follow from it; `totals`;
 `collectives`, whose `event` and `start_ns` are differences to the row above, and `end_ns` to
 `start_ns`."""
-SIZE_LIMIT_BYTES = 30_000
-"""Source: EROICA (arXiv 2506.08528), some 30 KB per worker of 3 GB."""
+SIZE_LIMIT_BYTES = 30_000  # Source: EROICA (arXiv 2506.08528), some 30 KB per worker of 3 GB
 _TEXT_LIMIT_BYTES = 64 << 20
 _LEVEL = 6
 _SHRINK = 0.97

@@ -41,8 +41,7 @@ class Tensor:
     """One tensor of a call."""
 
     shape: tuple[int, ...]
-    type: str
-    """As torch names it: `float32`, `bfloat16`."""
+    type: str  # as torch names it: `float32`, `bfloat16`
 
     @property
     def count(self) -> int:

@@ -124,8 +124,7 @@ class Reduced:
 
     path: Path
     head: Mapping[str, Any]  # the line of JSON that it begins with
-    steps: Steps
-    """First profiler step and the one after the last; None: all that was recorded."""
+    steps: Steps  # first profiler step and the one after the last; None: all that was recorded
     answers: Mapping[str, Answer]  # by the name of the question
 
 

@@ -59,8 +59,7 @@ class _Dump(msgspec.Struct):
 class Flight:
     """What one rank's Flight Recorder held at one time."""
 
-    wall_ns: int | None
-    """Unix time of the dump; None in one of torch's own."""
+    wall_ns: int | None  # Unix time of the dump; None in one of torch's own
     groups: Mapping[str, Sequence[int]]
     """Global ranks of each process group, by the group's name, where the job knew them."""
     lines: Sequence[str | None] = ()

@@ -99,8 +99,7 @@ class RankPlan:
     source: merge_inputs.TraceInput
     rank: int
     shift_ns: int  # added to its times
-    between: Range | None
-    """Only what touches this range of its own times; None takes all."""
+    between: Range | None  # only what touches this range of its own times; None takes all
     clock: Mapping[str, Any]  # how its clock was found, for the output's metadata
     streams: merge_inputs.StreamLanes = field(default_factory=merge_inputs.StreamLanes)
     """Events that leave the lane of their stream."""

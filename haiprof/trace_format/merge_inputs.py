@@ -42,8 +42,7 @@ class TraceInput:
     """One file before it is merged."""
 
     path: Path
-    rank: int | None
-    """As the file states it; `by_rank` numbers the others."""
+    rank: int | None  # as the file states it; `by_rank` numbers the others
     metadata: dict[str, Any]
     first_ns: int | None
     """Time of one of its first events, less `base_ns`; None in a file without events."""

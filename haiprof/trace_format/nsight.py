@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,7 @@ Sink = Callable[[str, pl.DataFrame], None]
 _MAGIC = b"SQLite format 3\0"
 _ROWS = 1 << 15
 _PUSH_POP, _START_END = 59, 60  # kinds of NVTX ranges that have an end
-_VERSION = re.compile(r"_v\d+$")
-"""Of a call, behind its name: `cudaLaunchKernel_v7000`."""
+_VERSION = re.compile(r"_v\d+$")  # of a call, behind its name: `cudaLaunchKernel_v7000`
 _OPERATOR = re.compile(r"(.+?)((?:, (?:seq|op_id|sizes|input_op_ids) = .*)|$)", re.DOTALL)
 """A range of emit_nvtx: `aten::mm, seq = 5, op_id = 9, sizes = [[2, 3]]`."""
 _DETAIL = re.compile(r", (seq|op_id|sizes) = (.*?)(?=, (?:seq|op_id|sizes|input_op_ids) = |$)")
@@ -115,17 +115,13 @@ def read_nsight(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], Load
 
     Source: NVIDIA, Nsight Systems User Guide, "SQLite schema reference" (2026.1, schema 3.25).
     """
-    reader = None
     try:
-        reader = _Reader(path)
-        kept = reader.read(sink)
-        metadata, not_used = reader.metadata(), reader.not_used()
+        with closing(_Reader(path)) as reader:
+            kept = reader.read(sink)
+            metadata, not_used = reader.metadata(), reader.not_used()
     except _UNREADABLE as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise TraceFormatError(f"{path}: not an export of Nsight Systems: {why[:200]}") from None
-    finally:
-        if reader is not None:
-            reader.close()
     files = export_files(path) if path.is_dir() else [path]
     report = LoadReport(
         path=str(path), text_bytes=sum(file.stat().st_size for file in files),
@@ -154,9 +150,7 @@ class _Reader:
 
     def read(self, sink: Sink) -> dict[str, int]:
         """Passes on all tables, and returns how many rows each has."""
-        if not any(
-            name in self._file.tables for name in (f"{_ACTIVITY}KERNEL", f"{_ACTIVITY}RUNTIME")
-        ):
+        if self._file.tables.isdisjoint((f"{_ACTIVITY}KERNEL", f"{_ACTIVITY}RUNTIME")):
             raise TraceFormatError(
                 f"{self.path}: an export without CUDA activity",
                 hint="nsys profile --trace=cuda,nvtx, then nsys export --type sqlite",

@@ -89,8 +89,7 @@ class Job:
     begun_ns: int  # when the last rank began its first step, ns since the first one did
     bounds_ns: Ints
     """Of the rank that waits longest for its loader's workers, or began last: see `RankGraph`."""
-    by_batches: bool
-    """Whether the loader's workers limit the step: `bounds_ns` are of batches."""
+    by_batches: bool  # whether the loader's workers limit the step: `bounds_ns` are of batches
     step_count: int
     held_counts: tuple[int, ...]
     """Communication kernels that each change is about, and cannot change."""

@@ -118,8 +118,7 @@ class TraceColumns:
 
     def __init__(self, path: Path, key: str, content: dict[str, Any], read: _Read) -> None:
         self._path, self._read = path, read
-        self.key = key
-        """The `content_key` of the file."""
+        self.key = key  # the `content_key` of the file
         self._parts: dict[str, list[list[Any]]] = content["parts"]
         """Of each table: checksum, columns, place and length of each part."""
         self.metadata: dict[str, Any] = content["metadata"]

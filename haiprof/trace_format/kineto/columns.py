@@ -143,8 +143,7 @@ class _Column:
         names = [column.field[1:]] if self.is_own else argument_names(column)
         self._getters = [_getter(name) for name in names]
         self._nothing = NO_JSON if column.is_json else None
-        self._missing_count = 0
-        """How many rows there are while none of them has a value."""
+        self._missing_count = 0  # how many rows there are while none of them has a value
         self._values: list[Any] = []
 
     def add(self, rows: Sequence[Any], names: Names) -> None:

@@ -51,8 +51,7 @@ class RawTrace:
     start_wall_ns: int  # when Kineto began to record; else the start of the first operator or range
     end_wall_ns: int  # when it ended; else the end of the last operator or range
     optimizer_ends_wall_ns: tuple[int, ...]  # ends of the optimizers' steps, in order
-    tid: int | None
-    """Of the thread that trains; None where no optimizer stepped."""
+    tid: int | None  # of the thread that trains; None where no optimizer stepped
 
 
 def read_raw(path: Path) -> RawTrace:

@@ -126,8 +126,7 @@ _Tables = npt.NDArray[np.int8]  # as indices in `_TABLE_NAMES`, or -1
 Sink = Callable[[str, pl.DataFrame], None]  # takes a part of a table, as from `TableBatch.take`
 
 _MEMORY_NAME = "[memory]"  # before 2022 such events had no category
-_HALF_PHASES = frozenset("BEben")
-"""Halves of an event, which are not used; Kineto writes none."""
+_HALF_PHASES = frozenset("BEben")  # halves of an event, which are not used; Kineto writes none
 _KINDS_LIMIT = 1000  # of events that no table holds, by phase and category
 _MEMORY, _COUNTERS = map(_TABLE_NAMES.index, (schema.MEMORY, schema.GPU_COUNTERS))
 _TABLE_OF_CATEGORY = np.array([*_NUMBERS, -1], dtype=np.int8)
@@ -140,10 +139,8 @@ _PLACES: dict[Any, int] = {category: place for place, category in enumerate(sche
 class Cut:
     """Where the events of a file that is cut off are no longer all there."""
 
-    whole_ns: int | None = None
-    """Steps that end later are not whole; None where all are."""
-    end_ns: int | None = None
-    """What begins then or later is left out; None where nothing is."""
+    whole_ns: int | None = None  # steps that end later are not whole; None where all are
+    end_ns: int | None = None  # what begins then or later is left out; None where nothing is
     text: str
     effect: str  # what becomes of the answers
     is_device_lost: bool = False  # of a job on GPUs: it ends before their first event

@@ -168,14 +168,11 @@ class TraceText:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, Any] = {}
-        self.size_bytes = 0
-        """Of the text, decompressed."""
+        self.size_bytes = 0  # of the text, decompressed
         self.truncated_bytes: int | None = None
         """After the last whole event, where the file ends without closing its events."""
-        self.notes: list[str] = []
-        """Problems of the file other than those of events, for people."""
-        self.is_last = False
-        """Whether the piece at hand is the last one."""
+        self.notes: list[str] = []  # problems of the file other than those of events, for people
+        self.is_last = False  # whether the piece at hand is the last one
         self._separator = b""
         self._unread = b""
         self._trailer: list[bytes] | None = None
