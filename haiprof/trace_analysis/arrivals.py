@@ -109,11 +109,9 @@ def collective_waits(kernels: pl.DataFrame) -> pl.DataFrame:
     lasts = (pl.col("start_ns") == last).sum().over("collective")
     timed = known.with_columns(
         late_ns=pl.col("start_ns") - pl.col("start_ns").min().over("collective"),
-        wait_ns=last - pl.col("start_ns"),
-        transfer_ns=pl.col("end_ns") - last,
-        arrived_last=(pl.col("start_ns") == last) & (lasts == 1),
-        missing=_why_not(),
-    )
+        wait_ns=last - pl.col("start_ns"), transfer_ns=pl.col("end_ns") - last,
+        arrived_last=(pl.col("start_ns") == last) & (lasts == 1), missing=_why_not(),
+    )  # fmt: skip
     return timed.with_columns(
         pl.when(pl.col("missing").is_null()).then(pl.col(name)).alias(name)
         for name in (*WAITS, "arrived_last")
@@ -187,12 +185,10 @@ def rank_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
     length = pl.col("end_ns") - pl.col("start_ns")
     sized = _own_bytes().is_not_null()
     grouped = kernels.group_by(keys).agg(
-        collective_count=pl.len().cast(pl.Int64),
-        sized_count=sized.sum().cast(pl.Int64),
-        time_ns=length.sum(),
-        bytes=pl.when(sized.any()).then(_own_bytes().sum()),
+        collective_count=pl.len().cast(pl.Int64), sized_count=sized.sum().cast(pl.Int64),
+        time_ns=length.sum(), bytes=pl.when(sized.any()).then(_own_bytes().sum()),
         sized_ns=length.filter(sized).sum(),
-    )
+    )  # fmt: skip
     rated = grouped.with_columns(_bandwidths("sized_ns")).drop("sized_ns")
     return rated.sort("rank", -pl.col("time_ns"), "process_group", "kind", nulls_last=True)
 
@@ -315,13 +311,10 @@ def arrival_lateness(waits: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame
     if steps.is_empty():
         return pl.DataFrame(schema=LATENESS_SCHEMA)
     groups = steps.group_by("rank", *_GROUP).agg(
-        pl.col("part", "group_size").first(),
-        step_count=pl.len().cast(pl.Int64),
-        mean=pl.col("late").mean(),
-        variance=pl.col("late").var(),
-        collective_count=pl.col("count").sum().cast(pl.Int64),
-        per_step=pl.col("count").mean(),
-    )
+        pl.col("part", "group_size").first(), step_count=pl.len().cast(pl.Int64),
+        mean=pl.col("late").mean(), variance=pl.col("late").var(),
+        collective_count=pl.col("count").sum().cast(pl.Int64), per_step=pl.col("count").mean(),
+    )  # fmt: skip
     # What each rank's clock may be wrong by: an offset that was not corrected, and its spread.
     left = pl.when("corrected").then(0).otherwise(pl.col("offset_ns").abs())
     spread = 2 * MAD_TO_SIGMA * pl.col("residual_ns") / pl.col("collective_count").sqrt()

@@ -134,13 +134,10 @@ def with_operator(
     said = np.where(row < 0, _by_external_id(tree, gpu, row), -1)
     end = pl.col("call_ts_ns") + pl.col("call_dur_ns")
     return GpuLaunches(
-        tree=tree,
-        gpu=gpu.with_columns(launch_delay_ns=(pl.col("ts_ns") - end).clip(0)),
-        row=np.maximum(row, said),
-        by_id=pl.Series(said >= 0),
-        captured=made_by["captured"],
+        tree=tree, gpu=gpu.with_columns(launch_delay_ns=(pl.col("ts_ns") - end).clip(0)),
+        row=np.maximum(row, said), by_id=pl.Series(said >= 0), captured=made_by["captured"],
         made_by=made_by.drop("captured"),
-    )
+    )  # fmt: skip
 
 
 def kernel_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
@@ -192,11 +189,9 @@ def operator_kernels(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     kernels = owned.gpu.select("dur_ns", "launch_delay_ns", name)
     delay = pl.col("launch_delay_ns")
     own = kernels.group_by("operator").agg(
-        kernel_count=pl.len().cast(pl.Int64),
-        gpu_self_ns=pl.col("dur_ns").sum(),
-        launch_delay_mean_ns=delay.mean(),
-        launch_delay_max_ns=delay.max(),
-    )
+        kernel_count=pl.len().cast(pl.Int64), gpu_self_ns=pl.col("dur_ns").sum(),
+        launch_delay_mean_ns=delay.mean(), launch_delay_max_ns=delay.max(),
+    )  # fmt: skip
     cpu = _cpu_time(owned.tree, step_window(trace, steps) if steps else None)
     pairs = owned.tree.names_around(owned.row)
     timed = pairs.with_columns(owned.gpu["dur_ns"].gather(pairs["place"]))

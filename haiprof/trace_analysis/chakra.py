@@ -256,12 +256,9 @@ def chakra_graph(nodes: pl.DataFrame, rank: int, header: Mapping[str, Any]) -> C
     rows = _Rows(nodes)
     found = [rows.type_of(place) for place in range(len(nodes))]
     return ChakraGraph(
-        rank=rank,
-        nodes=nodes.hstack(pl.DataFrame(found, schema=TYPE_SCHEMA, orient="row")),
-        edges=edges,
-        dropped_count=dropped,
-        header=dict(header),
-    )
+        rank=rank, nodes=nodes.hstack(pl.DataFrame(found, schema=TYPE_SCHEMA, orient="row")),
+        edges=edges, dropped_count=dropped, header=dict(header),
+    )  # fmt: skip
 
 
 def write_chakra(path: Path, graph: ChakraGraph) -> None:

@@ -109,11 +109,9 @@ def collective_waits(spans: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataF
         at = np.searchsorted(busy.ends, done, side="right") - 1
         idle = (at >= 0) & (covered_lengths(busy, done, done + 1) == 0)
         waits = rows.with_columns(
-            name=pl.lit(WAIT),
-            tid=pl.lit(tid, pl.Int64),
-            ts_ns=pl.Series(np.append(busy.ends, 0)[at], dtype=pl.Int64),
-            end_ns=pl.Series(done),
-        ).filter(pl.Series(idle))
+            name=pl.lit(WAIT), tid=pl.lit(tid, pl.Int64),
+            ts_ns=pl.Series(np.append(busy.ends, 0)[at], dtype=pl.Int64), end_ns=pl.Series(done),
+        ).filter(pl.Series(idle))  # fmt: skip
         last = waits.sort("end_ns").unique("ts_ns", keep="last", maintain_order=True)
         parts.append(last.select("name", "tid", "ts_ns", "end_ns", "kernel"))
     return pl.concat(parts).sort("ts_ns")
@@ -514,20 +512,15 @@ def clock_offsets(kernels: pl.DataFrame) -> pl.DataFrame:
     together = kernels.drop_nulls("collective").filter(pl.col("kind").is_in(SYNCHRONISING))
     ends = together.select("end_ns", clock="rank", event="collective")
     rows = estimate_offsets(ends).select(
-        pl.col("offset_ns").round().cast(pl.Int64),
-        rank="clock",
-        collective_count="event_count",
+        pl.col("offset_ns").round().cast(pl.Int64), rank="clock", collective_count="event_count",
         residual_ns=(pl.col("mad_ns") * MAD_TO_SIGMA).round().cast(pl.Int64),
-    )
+    )  # fmt: skip
     everyone = kernels.select("rank").unique().join(rows, on="rank", how="left")
     sure = is_sure(pl.col("offset_ns"), pl.col("residual_ns"))
     return everyone.select(
-        "rank",
-        pl.col("collective_count").fill_null(0),
-        "offset_ns",
-        "residual_ns",
+        "rank", pl.col("collective_count").fill_null(0), "offset_ns", "residual_ns",
         corrected=(sure & (pl.col("collective_count") > 1)).fill_null(value=False),
-    ).sort("rank")
+    ).sort("rank")  # fmt: skip
 
 
 def is_sure(offset_ns: _Ns, residual_ns: _Ns) -> _Ns:

@@ -541,11 +541,7 @@ def _waits(host: HostEvents, waiting: Thread, working: Thread) -> HandOvers:
     held = last > before
     before, last = before[held], last[held]
     return HandOvers(
-        waiting=waiting,
-        working=working,
-        left=left[held],
-        rested=np.where(before >= 0, reach[before], NEVER),
-        began=starts[before + 1],
-        ended=reach[last],
-        back=back[held],
-    )
+        waiting=waiting, working=working, left=left[held],
+        rested=np.where(before >= 0, reach[before], NEVER), began=starts[before + 1],
+        ended=reach[last], back=back[held],
+    )  # fmt: skip

@@ -333,13 +333,10 @@ OTHERS = "others"
 TOP_KERNELS = 10  # how many of each kind pictures show; the rest are one part
 _GROUP = ["device", "kind"]
 DURATION_STATISTICS = {
-    "count": pl.len().cast(pl.Int64),
-    "sum_ns": pl.col("dur_ns").sum(),
-    "min_ns": pl.col("dur_ns").min(),
-    "max_ns": pl.col("dur_ns").max(),
-    "mean_ns": pl.col("dur_ns").mean(),
-    "std_ns": pl.col("dur_ns").std(),
-}
+    "count": pl.len().cast(pl.Int64), "sum_ns": pl.col("dur_ns").sum(),
+    "min_ns": pl.col("dur_ns").min(), "max_ns": pl.col("dur_ns").max(),
+    "mean_ns": pl.col("dur_ns").mean(), "std_ns": pl.col("dur_ns").std(),
+}  # fmt: skip
 """Of a group of events; the sample's deviation, which is null of a single event."""
 
 
@@ -463,18 +460,12 @@ def across_ranks(breakdown: pl.DataFrame) -> pl.DataFrame:
     others = mean.sort().head(pl.len() - 1).median()
     above = mean.max() - others
     found = per_rank.group_by("kind", "name").agg(
-        rank_count=pl.len().cast(pl.Int64),
-        count=pl.col("count").sum(),
-        sum_ns=pl.col("sum_ns").sum(),
-        mean_ns=mean.mean(),
-        std_ns=mean.std(),
-        slowest_rank=pl.col("rank").get(slowest),
-        slowest_mean_ns=mean.max(),
-        fastest_rank=pl.col("rank").get(fastest),
-        fastest_mean_ns=mean.min(),
-        others_median_ns=others,
-        distance_ratio=pl.when(others > 0).then(above / others),
+        rank_count=pl.len().cast(pl.Int64), count=pl.col("count").sum(),
+        sum_ns=pl.col("sum_ns").sum(), mean_ns=mean.mean(), std_ns=mean.std(),
+        slowest_rank=pl.col("rank").get(slowest), slowest_mean_ns=mean.max(),
+        fastest_rank=pl.col("rank").get(fastest), fastest_mean_ns=mean.min(),
+        others_median_ns=others, distance_ratio=pl.when(others > 0).then(above / others),
         excess_ns=above * pl.col("count").get(slowest),
         **{name: pl.col(name).get(pl.col("max_ns").arg_max()) for name in told},
-    )
+    )  # fmt: skip
     return found.sort(-pl.col("excess_ns"), "kind", "name", nulls_last=True)

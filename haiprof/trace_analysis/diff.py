@@ -302,14 +302,11 @@ def compare_traces(
         raise MissingDataError(f"{control_name}: no time passes in its steps")
     compared = compare_samples(before.step_ns, after.step_ns)
     step_time = StepTime(
-        control_ns=float(before.step_ns.mean()),
-        test_ns=float(after.step_ns.mean()),
-        control_step_count=_step_count(before),
-        test_step_count=_step_count(after),
-        slower_probability=compared.greater_probability,
-        p_value=compared.p_value,
+        control_ns=float(before.step_ns.mean()), test_ns=float(after.step_ns.mean()),
+        control_step_count=_step_count(before), test_step_count=_step_count(after),
+        slower_probability=compared.greater_probability, p_value=compared.p_value,
         no_p_value_reason=None if compared.p_value is not None else _too_few(before, after),
-    )
+    )  # fmt: skip
     names = _names(before, after, step_time.difference_ns)
     return TraceDiff(
         names=names.sort(pl.col("difference_ns").abs(), "of", "name",

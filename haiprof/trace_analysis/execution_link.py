@@ -248,13 +248,10 @@ def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
         row[outside] = -1
         refused["outside the operator of its parent"] = len(outside)
     return Identified(
-        row=row,
-        by=column if (row >= 0).any() else None,
-        linkable=linkable,
+        row=row, by=column if (row >= 0).any() else None, linkable=linkable,
         outside_count=0 if column == ORDER else len(outside),
-        refused={reason: count for reason, count in refused.items() if count},
-        notes=tuple(notes),
-    )
+        refused={reason: count for reason, count in refused.items() if count}, notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _by_id(nodes: pl.DataFrame, tree: CallTree, linkable: Bools, column: str) -> tuple[Ints, int]:

@@ -144,12 +144,9 @@ def stack_times(
         {"stack": found.of_call, "dur": ends - starts, "own": own, "lone": lone}
     ).filter(pl.Series(late & (tree.starts < window.end)))
     summed = rows.group_by("stack").agg(
-        count=pl.len().cast(pl.Int64),
-        total_ns=pl.col("dur").sum(),
-        durations="dur",
-        covered_ns=pl.col("own").sum(),
-        bottleneck_ns=pl.col("lone").sum(),
-    )
+        count=pl.len().cast(pl.Int64), total_ns=pl.col("dur").sum(), durations="dur",
+        covered_ns=pl.col("own").sum(), bottleneck_ns=pl.col("lone").sum(),
+    )  # fmt: skip
     # By text: the same stack on two threads is one.
     kept = summed.filter(pl.col("covered_ns") > 0).sort("stack")
     names = found.names.str.replace_all("|", "/", literal=True)
@@ -318,13 +315,10 @@ def _kind(
     if _BLOCKS in rows.columns:
         more.append(pl.col(_BLOCKS).median().alias("median_block_count"))
     table = rows.group_by("code").agg(
-        pl.col("type").first().cast(pl.String),
-        pl.col("name").first().cast(pl.String),
-        pl.len().cast(pl.Int64).alias("count"),
-        pl.col("dur_ns").sum().alias("total_ns"),
-        pl.col("dur_ns").median().alias("median_ns"),
-        *more,
-    )
+        pl.col("type").first().cast(pl.String), pl.col("name").first().cast(pl.String),
+        pl.len().cast(pl.Int64).alias("count"), pl.col("dur_ns").sum().alias("total_ns"),
+        pl.col("dur_ns").median().alias("median_ns"), *more,
+    )  # fmt: skip
     length, own = function_times(cut, free, int(code.max(initial=-1)) + 1)
     at = table["code"].to_numpy()
     timed = table.with_columns(covered_ns=pl.Series(length[at]), bottleneck_ns=pl.Series(own[at]))
@@ -376,16 +370,12 @@ def _totals(
     )
     name = device_properties(trace).get("name")
     row = {
-        "window_ns": whole,
-        **ratios,
+        "window_ns": whole, **ratios,
         "utilization_ratio": total(runs) / whole if has_events else None,
-        **found.row(0, named=True),
-        "overlap_ratio": hidden,
-        "gpu_name": name if isinstance(name, str) else None,
-        "host": host_name(trace),
-        "has_gpu": has_events,
-        "has_python": len(trace.python) > 0,
-    }
+        **found.row(0, named=True), "overlap_ratio": hidden,
+        "gpu_name": name if isinstance(name, str) else None, "host": host_name(trace),
+        "has_gpu": has_events, "has_python": len(trace.python) > 0,
+    }  # fmt: skip
     return pl.DataFrame([row], schema=TOTALS_SCHEMA)
 
 

@@ -326,20 +326,14 @@ def step_efficiency(
         seconds, reason = None, "of no matrix product is the work known"
     wall_s = (high - low) / 1e9
     row = {
-        "device_name": device,
-        "step_count": count,
-        "wall_ns": high - low,
-        "model_flops": model,
-        "executed_flops": executed,
-        "recomputed_flops": executed - model,
+        "device_name": device, "step_count": count, "wall_ns": high - low, "model_flops": model,
+        "executed_flops": executed, "recomputed_flops": executed - model,
         "mfu_ratio": seconds[0] / wall_s if seconds and wall_s else None,
         "hfu_ratio": seconds[1] / wall_s if seconds and wall_s else None,
-        "kernel_known_ratio": known_ns / gpu_ns if gpu_ns else None,
-        "matrix_known_ratio": known,
+        "kernel_known_ratio": known_ns / gpu_ns if gpu_ns else None, "matrix_known_ratio": known,
         "is_lower_bound": known is not None and known < _KNOWN_WHOLE,
-        "peak": peak.source if peak else None,
-        "reason": reason,
-    }
+        "peak": peak.source if peak else None, "reason": reason,
+    }  # fmt: skip
     return pl.DataFrame([row], schema=STEP_SCHEMA)
 
 

@@ -116,11 +116,9 @@ CAUSES = ("kernel", "memcpy", "memset", "communication", "runtime", "dataloader"
 """Of concurrent causes the first one counts; time that none covers is `other`."""
 
 STEP_TIME_SCHEMA = {
-    "step": pl.Int64,
-    "start_ns": pl.Int64,
-    "wall_ns": pl.Int64,
+    "step": pl.Int64, "start_ns": pl.Int64, "wall_ns": pl.Int64,
     **{f"{cause}_ns": pl.Int64 for cause in (*CAUSES, "other")},
-}
+}  # fmt: skip
 _COPIES = ("gpu_memcpy", "Memcpy")
 _LOADER = r"^enumerate\((?:DataLoader\)#.*\.__next__$|DataPipe\)#)"
 _CPU_COLLECTIVE = f"^(?:{HOST_BACKENDS}):"
@@ -236,13 +234,10 @@ def step_windows(trace: Trace) -> pl.DataFrame:
         return pl.DataFrame(whole, schema=dict.fromkeys(_STEP_COLUMNS, pl.Int64), orient="row")
     follows = pl.col("step").shift(-1) == pl.col("step") + 1
     return steps_with_gpu_tails(trace).select(
-        step=pl.int_range(pl.len(), dtype=pl.Int64),
-        number="step",
-        start_ns="start_ns",
+        step=pl.int_range(pl.len(), dtype=pl.Int64), number="step", start_ns="start_ns",
         end_ns=pl.when(follows).then(pl.col("start_ns").shift(-1)).otherwise("end_ns"),
-        own_ns=pl.col("end_ns") - pl.col("start_ns"),
-        mark_ns=marks["end_ns"] - marks["start_ns"],
-    )
+        own_ns=pl.col("end_ns") - pl.col("start_ns"), mark_ns=marks["end_ns"] - marks["start_ns"],
+    )  # fmt: skip
 
 
 IDLE_LANE, HOST_LANE = "GPU idle", "host"

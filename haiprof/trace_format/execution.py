@@ -179,14 +179,10 @@ LINK_SCHEMA: dict[str, Any] = {
 """Columns that a link adds; null in a bare execution trace. `host_tid` is the thread of the
 operator or of the launch, `category` that of GPU work."""
 NODE_SCHEMA: dict[str, Any] = {
-    "node": pl.Int64,
-    "name": pl.String,
-    "parent": pl.Int64,
+    "node": pl.Int64, "name": pl.String, "parent": pl.Int64,
     **{name: pl.String if name in _TEXTS else pl.Int64 for name in COLUMN_OF_ATTRIBUTE.values()},
-    **dict.fromkeys(VALUE_COLUMNS, pl.String),
-    "attributes": pl.String,
-    **LINK_SCHEMA,
-}
+    **dict.fromkeys(VALUE_COLUMNS, pl.String), "attributes": pl.String, **LINK_SCHEMA,
+}  # fmt: skip
 """Columns of `ExecutionTrace.nodes`: values and attributes are JSON as it was written."""
 
 

@@ -98,11 +98,9 @@ def read_torch_dump(path: Path) -> Flight:
             raise TypeError("it has no entries")
         entries = msgspec.convert(found.get("entries", []), type=list[_Entry], strict=False)
         return Flight(
-            wall_ns=None,
-            groups=dict(_members(found.get("pg_config"))),
-            entries=_frame(entries),
+            wall_ns=None, groups=dict(_members(found.get("pg_config"))), entries=_frame(entries),
             lines=[_line(entry) for entry in entries],
-        )
+        )  # fmt: skip
     except Exception as error:  # noqa: BLE001  damaged pickles raise errors of any type
         raise TraceFormatError(f"{path}: no dump of the Flight Recorder: {error}") from None
 

@@ -107,11 +107,9 @@ def trace_input(path: Path) -> TraceInput:
     stamps = _STAMPS.decode(b"[" + first + b"]")
     times, good = exact_ns([bytes(each.ts) for each in stamps if bytes(each.ph) != b'"M"'])
     return TraceInput(
-        path=path,
-        rank=rank_of(path, text.metadata),
-        metadata=text.metadata,
+        path=path, rank=rank_of(path, text.metadata), metadata=text.metadata,
         first_ns=int(times[good].min()) if good.any() else None,
-    )
+    )  # fmt: skip
 
 
 Fields = dict[str, msgspec.Raw]  # one event; values as they are written
@@ -334,11 +332,9 @@ def stream_lanes(moved: pl.DataFrame) -> StreamLanes:
         arrows.setdefault((number or 0, tid), {})[ts_ns] = to
     threads = rows.select("pid", "tid", "lane").unique().sort("pid", "tid", "lane")
     return StreamLanes(
-        places=tuple(rows["event"].to_list()),
-        tids=dict(rows.select("event", "to").iter_rows()),
-        arrows=arrows,
-        threads=tuple(threads.rows()),
-    )
+        places=tuple(rows["event"].to_list()), tids=dict(rows.select("event", "to").iter_rows()),
+        arrows=arrows, threads=tuple(threads.rows()),
+    )  # fmt: skip
 
 
 def _choose_lanes(spans: Iterable[tuple[int, int]]) -> Iterator[int]:

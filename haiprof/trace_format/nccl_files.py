@@ -129,11 +129,9 @@ class _Rows:
         )
         waits = [(*process, int(sums[0]), *sums[1:]) for process, sums in self.waits.items()]
         return NcclFile(
-            collectives=medians,
-            waits=pl.DataFrame(waits, schema=WAIT_SCHEMA, orient="row"),
-            is_cut=is_cut,
-            notes=tuple(notes),
-        )
+            collectives=medians, waits=pl.DataFrame(waits, schema=WAIT_SCHEMA, orient="row"),
+            is_cut=is_cut, notes=tuple(notes),
+        )  # fmt: skip
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]

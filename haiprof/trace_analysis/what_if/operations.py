@@ -206,12 +206,10 @@ def operation_table(source: str | Path | pl.DataFrame) -> OperationTable:
     shape = (rows.height, len(steps))
     first = rows.filter(pl.col("dp_rank") == rows["dp_rank"].min())
     return OperationTable(
-        rows=rows.select(*keys, "rank"),
-        steps=steps.to_numpy(),
+        rows=rows.select(*keys, "rank"), steps=steps.to_numpy(),
         starts=table["start_ns"].to_numpy().reshape(shape),
-        ends=table["end_ns"].to_numpy().reshape(shape),
-        model=dependencies(first),
-    )
+        ends=table["end_ns"].to_numpy().reshape(shape), model=dependencies(first),
+    )  # fmt: skip
 
 
 def operation_files(path: Path) -> list[Path]:

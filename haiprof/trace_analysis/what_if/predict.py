@@ -322,18 +322,13 @@ def predictions(
             value, steps[:, column], steps[:, 0], abs(error_ratio), unexplained_ratio
         )
         rows.append({
-            "change": str(change),
-            "measured_step_ns": round(measured / job.step_count),
-            "reproduced_step_ns": round(step_ns),
-            "error_ratio": error_ratio,
-            "unexplained_ratio": unexplained_ratio,
-            "predicted_step_ns": round(value * step_ns),
+            "change": str(change), "measured_step_ns": round(measured / job.step_count),
+            "reproduced_step_ns": round(step_ns), "error_ratio": error_ratio,
+            "unexplained_ratio": unexplained_ratio, "predicted_step_ns": round(value * step_ns),
             "low_step_ns": None if low is None else round(low * step_ns),
             "high_step_ns": None if high is None else round(high * step_ns),
-            "saved_ratio": 1 - value,
-            "shortened_ns": int((job.lengths[:, 0] - lengths).sum()),
+            "saved_ratio": 1 - value, "shortened_ns": int((job.lengths[:, 0] - lengths).sum()),
             "changed_count": int((job.lengths[:, 0] != lengths).sum()),
-            "held_count": job.held_counts[column - 1],
-            **job.counts,
+            "held_count": job.held_counts[column - 1], **job.counts,
         })  # fmt: skip
     return pl.DataFrame(rows, schema=PREDICTIONS_SCHEMA)

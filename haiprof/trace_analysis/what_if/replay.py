@@ -455,15 +455,12 @@ def rank_graph(
     launched = np.where(kernels.known, kernels.launched, kernels.starts)
     starts = points.height + np.arange(len(launched))
     on_gpu = kernels.frame.select(
-        "event",
-        tid="launch_tid",
+        "event", tid="launch_tid",
         label=pl.when(~pl.Series(kernels.talks)).then(pl.col("name").cast(pl.String)),
-        source=pl.Series(starts),
-        target=pl.Series(starts + len(starts)),
-        length=pl.Series(kernels.ends - kernels.starts),
-        begin_ns=pl.Series(launched),
+        source=pl.Series(starts), target=pl.Series(starts + len(starts)),
+        length=pl.Series(kernels.ends - kernels.starts), begin_ns=pl.Series(launched),
         end_ns=pl.Series(launched),
-    )
+    )  # fmt: skip
     waits = _waiting(kernels, points, waited, times)
     edges = pl.concat([on_gpu, on_host, *waits], how="diagonal_relaxed")
     lengths = edges["length"].to_numpy()

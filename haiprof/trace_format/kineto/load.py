@@ -333,20 +333,15 @@ def _add(
 def _report(reading: _Reading) -> LoadReport:
     text, damage = reading.text, reading.damage
     return LoadReport(
-        path=str(text.path),
-        text_bytes=text.size_bytes,
+        path=str(text.path), text_bytes=text.size_bytes,
         event_count=reading.events + damage.lost_count,
         kept={table: reading.kept[table] for table in schema.TABLES},
-        redundant=dict(reading.redundant),
-        not_used=dict(reading.not_used),
-        bad_time_count=reading.bad_time,
-        lost_count=damage.lost_count,
-        repaired_count=damage.repaired_count,
-        truncated_bytes=text.truncated_bytes,
-        odd_arguments_count=damage.odd_arguments_count,
-        examples=tuple(damage.examples),
+        redundant=dict(reading.redundant), not_used=dict(reading.not_used),
+        bad_time_count=reading.bad_time, lost_count=damage.lost_count,
+        repaired_count=damage.repaired_count, truncated_bytes=text.truncated_bytes,
+        odd_arguments_count=damage.odd_arguments_count, examples=tuple(damage.examples),
         file_notes=tuple(text.notes),
-    )
+    )  # fmt: skip
 
 
 def _refuse_strangers(report: LoadReport) -> None:
