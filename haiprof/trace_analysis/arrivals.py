@@ -365,10 +365,8 @@ def _with_half_width(groups: pl.DataFrame) -> pl.DataFrame:
         error=(larger / pl.col("step_count")).sqrt(),
     )
     tail = (1 - CONFIDENCE) / 2 / groups["rank"].n_unique()
-    widths = [
-        None if freedom < MIN_FREEDOM else student_quantile(1 - tail, freedom) * error
-        for freedom, error in sized.select("freedom", "error").iter_rows()
-    ]
+    widths = [None if freedom < MIN_FREEDOM else student_quantile(1 - tail, freedom) * error
+              for freedom, error in sized.select("freedom", "error").iter_rows()]  # fmt: skip
     return sized.with_columns(half=pl.Series(widths, dtype=pl.Float64))
 
 
@@ -391,10 +389,8 @@ def _verdict(rows: pl.DataFrame) -> str:
             f"{rank} begins {collectives} latest, {much} later than the others"
             + (f" ({followers})" if followers else "")
         )
-    low, high = (
-        f"-{duration_text(-ns)}" if ns < 0 else duration_text(ns)
-        for ns in (most["low_ns"], most["high_ns"])
-    )
+    low, high = (f"-{duration_text(-ns)}" if ns < 0 else duration_text(ns)
+                 for ns in (most["low_ns"], most["high_ns"]))  # fmt: skip
     between = f"{ratio_text(CONFIDENCE)} interval {low} to {high}, {steps}"
     if most["is_late"]:
         late = int(rows["is_late"].sum())

@@ -52,12 +52,9 @@ def captured_calls(trace: Trace, gpu: pl.DataFrame) -> pl.DataFrame:
     for place, frames in enumerate((graphs, _captures(trace) if graphs else [])):
         for frame in frames:
             alike.setdefault(tuple(frame["kind"]), ([], []))[place].append(frame)
-    found = [
-        pl.concat([graph.select("graph_node"), calls.drop("kind")], how="horizontal")
-        for same, captures in alike.values()
-        if len(same) == len(captures)
-        for graph, calls in zip(same, captures, strict=True)
-    ]
+    found = [pl.concat([graph.select("graph_node"), calls.drop("kind")], how="horizontal")
+             for same, captures in alike.values() if len(same) == len(captures)
+             for graph, calls in zip(same, captures, strict=True)]  # fmt: skip
     if not found:
         return pl.DataFrame(schema=CAPTURED_SCHEMA)
     events = gpu.filter(of_graph()).select("event", "graph_node")

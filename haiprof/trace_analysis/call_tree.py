@@ -46,10 +46,8 @@ class CallTree:
 
     def names_around(self, rows: Ints) -> pl.DataFrame:
         """`place` in `rows`, and each `name` of the spans at or around it, once."""
-        levels = [
-            pl.DataFrame({"place": place, "name": self.spans["name"].gather(row)})
-            for place, row in self.outwards(rows)
-        ]
+        levels = [pl.DataFrame({"place": place, "name": self.spans["name"].gather(row)})
+                  for place, row in self.outwards(rows)]  # fmt: skip
         empty = pl.DataFrame({"place": rows[:0], "name": self.spans["name"].head(0)})
         return pl.concat([empty, *levels]).unique().with_columns(pl.col("name").cast(pl.String))
 

@@ -60,11 +60,9 @@ class _Rows:
             self.parents[at] for at, row in enumerate(self.rows)
             if row["category"] is not None and _KERNEL.search(row["name"])
         }  # fmt: skip
-        groups = {
-            str(group.get("pg_name")) for row in self.rows if row["name"] == GROUPS_NOTE
-            for listed in _json(row["input_values"]) if isinstance(listed, str)
-            for group in _json(listed) if isinstance(group, dict)
-        }  # fmt: skip
+        groups = {str(group.get("pg_name")) for row in self.rows if row["name"] == GROUPS_NOTE
+                  for listed in _json(row["input_values"]) if isinstance(listed, str)
+                  for group in _json(listed) if isinstance(group, dict)}  # fmt: skip
         self.only_group = groups.pop() if len(groups) == 1 else None  # that the observer noted
 
     def type_of(self, at: int) -> _Row:

@@ -419,10 +419,8 @@ def match_collectives(kernels: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
     numbered = joined.join(keys, on="key", how="left").drop("key")
     # Confidence of the match, null without one; in an all-to-all each rank sends what it has.
-    differ = pl.any_horizontal(
-        pl.col(name).n_unique().over("collective") > 1
-        for name in ("dtype", "in_count", "out_count")
-    )
+    differ = pl.any_horizontal(pl.col(name).n_unique().over("collective") > 1
+                               for name in ("dtype", "in_count", "out_count"))  # fmt: skip
     contradicted = (pl.col("matched_by") == BY_SEQUENCE) & differ & (pl.col("kind") != "all_to_all")
     sure = pl.col("matched_by").replace_strict(CONFIDENCE, default=None, return_dtype=pl.Float64)
     is_matched = pl.when(pl.col("collective").is_not_null())
@@ -455,10 +453,8 @@ def _in_possible_order(kernels: pl.DataFrame) -> pl.DataFrame:
     off = pl.when(~pl.col("one_clock")).then(pl.col("clock")).otherwise(0).median()
     timed = timed.join(_one_clock(kernels), on=["rank", "event"]).with_columns(off=off.over("rank"))
     judged = timed.with_columns(plain=_is_possible(pl.lit(0)), moved=_is_possible(pl.col("off")))
-    shares = judged.with_columns(
-        pl.col(name).mean().over(*_GROUP, "role").alias(f"{name}_share")
-        for name in ("plain", "moved")
-    )
+    shares = judged.with_columns(pl.col(name).mean().over(*_GROUP, "role").alias(f"{name}_share")
+                                 for name in ("plain", "moved"))  # fmt: skip
     as_they_are = pl.col("plain_share") >= pl.col("moved_share")
     possible = pl.when(as_they_are).then("plain").otherwise("moved")
     share = pl.max_horizontal("plain_share", "moved_share")

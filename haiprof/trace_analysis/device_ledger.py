@@ -141,10 +141,8 @@ def rank_ledger(trace: Trace) -> RankLedger:
     gpu = with_kind(with_call(gpu_events(trace, None), trace.runtime))
     steps = step_windows(trace)
     spoken = collective_kernels(trace).select("event", "kind") if len(gpu) else None
-    lanes = {
-        key[0]: _device_line(host, part, steps, spoken)
-        for key, part in gpu.group_by("device", maintain_order=True)
-    }
+    lanes = {key[0]: _device_line(host, part, steps, spoken)
+             for key, part in gpu.group_by("device", maintain_order=True)}  # fmt: skip
     cut = trace.report.cut
     is_lost = gpu.is_empty() and cut is not None and cut.is_device_lost
     if gpu.is_empty() and not is_lost and len(host.kind) and len(steps):

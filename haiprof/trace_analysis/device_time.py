@@ -211,10 +211,8 @@ def kernel_types(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     Source: the first frame of HTA get_gpu_kernel_breakdown, which adds all ranks together,
     cuts each piece to whole us (D3) and merges devices (D12).
     """
-    rows = [
-        (device, name, time_ns) for device, kinds in _times(trace, steps)
-        for name, time_ns in _combinations(kinds)
-    ]  # fmt: skip
+    rows = [(device, name, time_ns) for device, kinds in _times(trace, steps)
+            for name, time_ns in _combinations(kinds)]  # fmt: skip
     whole = pl.col("time_ns").sum().over("device")
     found = pl.DataFrame(rows, schema=list(TYPES_SCHEMA.items())[:-1], orient="row")
     return found.with_columns(time_ratio=pl.when(whole > 0).then(pl.col("time_ns") / whole)).sort(
@@ -225,10 +223,8 @@ def kernel_types(trace: Trace, steps: Steps = None) -> pl.DataFrame:
 def _times(trace: Trace, steps: Steps) -> list[tuple[object, dict[str, Intervals]]]:
     """When each kind ran, per device."""
     gpu = with_kind(gpu_events(trace, steps))
-    return [
-        (key[0], {kind: union_of(events.filter(pl.col("kind") == kind)) for kind in KINDS})
-        for key, events in gpu.group_by("device", maintain_order=True)
-    ]
+    return [(key[0], {kind: union_of(events.filter(pl.col("kind") == kind)) for kind in KINDS})
+            for key, events in gpu.group_by("device", maintain_order=True)]  # fmt: skip
 
 
 def _combinations(kinds: dict[str, Intervals]) -> list[tuple[str, int]]:

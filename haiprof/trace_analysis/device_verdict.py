@@ -293,10 +293,8 @@ def _as_ledger(
     peers = np.flatnonzero((keys["activity"] == PEER).to_numpy())
     own = times.length - cube[peers].sum(axis=0)
     code = _largest_code(numbered)
-    accounts = [
-        _account(key, each, own, count, code[key["account"]], len(ranks))
-        for key, each in zip(keys.iter_rows(named=True), cube, strict=True)
-    ]
+    accounts = [_account(key, each, own, count, code[key["account"]], len(ranks))
+                for key, each in zip(keys.iter_rows(named=True), cube, strict=True)]  # fmt: skip
     gains = np.array([account.gain_ns for account in accounts])
     order = np.argsort(-gains, kind="stable")  # the others stay by their time
     by_position = keys.group_by("position").agg(pl.col("ns").sum()).iter_rows()

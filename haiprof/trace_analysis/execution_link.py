@@ -62,11 +62,8 @@ def pairs(
     alone_both = len(traces) == 1 and len(found) == 1
     matched = {0: found[0]} if alone_both else _pair_by_key(traces, found)
     ranks = {at: at if (said := traces[at].rank) is None else said for at in matched}
-    made = [
-        Pair(rank=ranks[at], trace=traces[at], execution=load_execution_trace(path))
-        for at, path in matched.items()
-        if rank in (None, ranks[at])
-    ]
+    made = [Pair(rank=ranks[at], trace=traces[at], execution=load_execution_trace(path))
+            for at, path in matched.items() if rank in (None, ranks[at])]  # fmt: skip
     alone = [f"{trace.path}: no execution trace of its rank" for at, trace in enumerate(traces)
              if at not in matched]  # fmt: skip
     if not made:

@@ -175,10 +175,8 @@ def queue_length(trace: Trace, steps: Steps = None) -> pl.DataFrame:
     entry = launched_events(trace, steps).group_by(*_STREAM, "correlation", maintain_order=True)
     first = entry.agg(enter_ns=pl.col("call_ts_ns").first(), leave_ns=pl.col("ts_ns").min())
     waiting = first.with_columns(leave_ns=pl.max_horizontal("enter_ns", "leave_ns"))
-    change = [
-        waiting.select(*_STREAM, ts_ns=when, change=pl.lit(by, dtype=pl.Int64))
-        for when, by in (("enter_ns", 1), ("leave_ns", -1))
-    ]
+    change = [waiting.select(*_STREAM, ts_ns=when, change=pl.lit(by, dtype=pl.Int64))
+              for when, by in (("enter_ns", 1), ("leave_ns", -1))]  # fmt: skip
     changes = pl.concat(change).sort(*_STREAM, "ts_ns", -pl.col("change"))
     return changes.select(*_STREAM, "ts_ns", queue_length=pl.col("change").cum_sum().over(_STREAM))
 

@@ -265,10 +265,8 @@ def memory_by_category(path: str | Path) -> pl.DataFrame:
     first = changes.filter(known)["time"].min()
     if first is None:
         raise TraceFormatError(f"{path}: no event in it has a time", hint=_HINT)
-    sums = {
-        f"{name}_bytes": pl.col("bytes").filter(pl.col("category") == at).sum()
-        for at, name in enumerate(CATEGORIES)
-    }
+    sums = {f"{name}_bytes": pl.col("bytes").filter(pl.col("category") == at).sum()
+            for at, name in enumerate(CATEGORIES)}  # fmt: skip
     when = pl.when(known).then("time").otherwise(pl.lit(first))
     per_time = changes.group_by(ts_ns=when).agg(**sums).sort("ts_ns")
     held = per_time.with_columns(pl.exclude("ts_ns").cum_sum())

@@ -40,11 +40,8 @@ def run_tracks(
     """Tracks of a run's own records beside the ranks' traces; none without one that has times."""
     if not ranges:
         return
-    moved = [
-        (files, _moved_ns(files, inputs[files.rank], clocks[files.rank]))
-        for files in run.ranks
-        if files.rank in clocks
-    ]
+    moved = [(files, _moved_ns(files, inputs[files.rank], clocks[files.rank]))
+             for files in run.ranks if files.rank in clocks]  # fmt: skip
     of_hosts: dict[str, list[int]] = {}
     for files, moved_ns in moved:
         of_hosts.setdefault(str(files.report.get("host")), []).append(moved_ns)
@@ -255,11 +252,8 @@ def _base_ns(inputs: Mapping[int, merge_inputs.TraceInput]) -> int:
     Kineto's own base is up to three months back, and viewers hold times as floats, which that far
     from zero barely resolve 1 ns: Perfetto then drops events that seem to overlap.
     """
-    first_ns = [
-        each.base_ns + each.first_ns
-        for each in inputs.values()
-        if each.has_wall_clock and each.first_ns is not None
-    ]
+    first_ns = [each.base_ns + each.first_ns for each in inputs.values()
+                if each.has_wall_clock and each.first_ns is not None]  # fmt: skip
     return max(0, min(first_ns) // _HOUR_NS - 1) * _HOUR_NS if first_ns else 0
 
 

@@ -146,11 +146,8 @@ def _answer(question: Question[_Result], trace: Trace, options: Mapping[str, Any
 
 def _killed_error(tasks: Sequence[Future[Any]], paths: Sequence[Path]) -> HaiprofError:
     """The error of a dead worker; which of the unfinished files it was reading is not known."""
-    lost = [
-        path.name
-        for task, path in zip(tasks, paths, strict=True)
-        if task.cancelled() or task.exception() is not None
-    ]
+    lost = [path.name for task, path in zip(tasks, paths, strict=True)
+            if task.cancelled() or task.exception() is not None]  # fmt: skip
     return HaiprofError(
         f"{paths[0].parent}: a process was killed while it worked on one of: {', '.join(lost)}",
         hint="if memory is short: TraceAnalysis(path, pool=Serial()), or fewer LocalProcesses(1)",
@@ -189,10 +186,8 @@ class DaskPool(ABC):
         with self._client(paths) as client:
             from distributed import as_completed
 
-            tasks = [
-                client.submit(ask, question, path.absolute(), dict(options), pure=False)
-                for path in paths
-            ]
+            tasks = [client.submit(ask, question, path.absolute(), dict(options), pure=False)
+                     for path in paths]  # fmt: skip
             ended = as_completed(tasks, loop=client.loop)
             deque(_count_done(ended, len(tasks), progress), maxlen=0)
             return [_result(task, path) for task, path in zip(tasks, paths, strict=True)]

@@ -70,11 +70,8 @@ def attribute(name: str, value: Attribute) -> bytes:
 
 
 def _attributes(field: int, values: Mapping[str, Attribute | None]) -> bytes:
-    return b"".join(
-        bytes_field(field, attribute(name, value))
-        for name, value in values.items()
-        if value is not None
-    )
+    return b"".join(bytes_field(field, attribute(name, value)) for name, value in values.items()
+                    if value is not None)  # fmt: skip
 
 
 def global_metadata(values: Mapping[str, Attribute | None]) -> bytes:

@@ -174,11 +174,9 @@ def trace_files(source: str | Path) -> list[Path]:
     if not path.is_dir():
         raise TraceFormatError(f"{path}: no such file or folder")
     folder = path / "traces" if (path / "traces").is_dir() else path
-    heads = {
-        Path(entry.path): _head(Path(entry.path))
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
-        if _is_trace(entry)
-    }
+    heads = {Path(entry.path): _head(Path(entry.path))
+             for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
+             if _is_trace(entry)}  # fmt: skip
     there = [path for path, head in heads.items() if _COPY not in head]
     merged = [path for path in there if _MERGED in heads[path]]
     found = [p for p in there if p not in merged and not _EXECUTION_TRACE.match(heads[p])]

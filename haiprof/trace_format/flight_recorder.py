@@ -115,10 +115,8 @@ def _members(config: object) -> Iterator[tuple[str, list[int]]]:
 
 
 def _line(entry: _Entry) -> str | None:
-    stack = [
-        (str(f.get("filename", "")), int(f.get("line", 0)), str(f.get("name", "")))
-        for f in reversed(entry.frames[:_FRAMES])
-    ]
+    stack = [(str(f.get("filename", "")), int(f.get("line", 0)), str(f.get("name", "")))
+             for f in reversed(entry.frames[:_FRAMES])]  # fmt: skip
     frame = own_frame(stack)
     return None if frame is None else frame_text(frame)
 

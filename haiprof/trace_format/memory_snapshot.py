@@ -316,10 +316,8 @@ def memory_history(snapshot: MemorySnapshot) -> MemoryHistory:
 def _lines(snapshot: MemorySnapshot) -> pl.DataFrame:
     """By place in `stacks`: the `line` of the job's own code, and its `file`."""
     own = map(own_frame, snapshot.stacks)
-    rows = [
-        (place, *((None, None) if frame is None else (frame_text(frame), frame[0])))
-        for place, frame in enumerate(own)
-    ]
+    rows = [(place, *((None, None) if frame is None else (frame_text(frame), frame[0])))
+            for place, frame in enumerate(own)]  # fmt: skip
     schema = {"stack": pl.Int64, "line": pl.String, "file": pl.String}
     return pl.DataFrame(rows, schema=schema, orient="row")
 

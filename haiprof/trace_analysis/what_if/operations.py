@@ -175,10 +175,8 @@ class OperationTable:
 
 def operation_table(source: str | Path | pl.DataFrame) -> OperationTable:
     """Reads a table of operations."""
-    begin, lasting = (
-        (pl.col(name).cast(pl.Float64) * 1e9).round().cast(pl.Int64)
-        for name in ("start_ts", "duration")
-    )
+    begin, lasting = ((pl.col(name).cast(pl.Float64) * 1e9).round().cast(pl.Int64)
+                      for name in ("start_ts", "duration"))  # fmt: skip
     try:
         table = source if isinstance(source, pl.DataFrame) else pl.read_parquet(Path(source))
         if missing := [name for name in COLUMNS if name not in table.columns]:

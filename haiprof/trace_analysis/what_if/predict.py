@@ -128,10 +128,8 @@ def join_ranks(
     talks = kernels.filter(pl.col("label").is_null())
     held = talks.join(members, on=["rank", "edge"], how="anti")
     named = collectives.join(held, on=["rank", "event"], how="semi")
-    met = [
-        np.any([_meets(part, named) for part in change.parts or (change,)], axis=0)
-        for change in changes
-    ]
+    met = [np.any([_meets(part, named) for part in change.parts or (change,)], axis=0)
+           for change in changes]  # fmt: skip
     plan, arrived, lengths = _with_collectives(times, edges, lengths, members, changes)
     begins = {rank: each.begins_ns - offsets.get(rank, 0) for rank, each in graphs.items()}
     leading = max(graphs, key=lambda rank: (graphs[rank].waited_ns, begins[rank]))

@@ -36,10 +36,8 @@ def event_times(heads: Sequence[Any]) -> tuple[Ints, Ints, Bools]:
     """Start and duration of each event in ns, and whether it has usable ones."""
     durations = [bytes(head.dur) for head in heads]
     if b"null" in durations:
-        durations = [
-            b"0" if dur == b"null" and head.ph != "X" else dur
-            for dur, head in zip(durations, heads, strict=True)
-        ]
+        durations = [b"0" if dur == b"null" and head.ph != "X" else dur
+                     for dur, head in zip(durations, heads, strict=True)]  # fmt: skip
     ts_ns, has_ts = exact_ns([bytes(head.ts) for head in heads])
     dur_ns, has_dur = exact_ns(durations)
     return ts_ns, dur_ns, has_ts & has_dur & (dur_ns >= 0) & (dur_ns < DURATION_LIMIT_NS)
@@ -219,10 +217,8 @@ class TableBatch:
     def take(self) -> pl.DataFrame:
         """Returns and clears the rows, without empty columns; texts are codes."""
         parts, self._common, self.row_count = zip(*self._common, strict=True), [], 0
-        found = [
-            pl.Series(name, np.concatenate(part), kind)
-            for (name, kind), part in zip(_COMMON.items(), parts, strict=True)
-        ]
+        found = [pl.Series(name, np.concatenate(part), kind)
+                 for (name, kind), part in zip(_COMMON.items(), parts, strict=True)]  # fmt: skip
         own = [each.take() for each in self._columns]
         return pl.DataFrame([*found, *(values for values in own if values is not None)])
 

@@ -255,13 +255,8 @@ _WHOLE = [_whole_event(category) for category in CATEGORIES]
 WHOLE: Decoder = msgspec.json.Decoder(list[Union[tuple(_WHOLE)]])  # type: ignore[misc] # noqa: UP007
 CATEGORY_OF_TYPE = {kind: place for place, kind in enumerate(_WHOLE)}  # of an event from `WHOLE`
 
-JSON_KEYS = {
-    key
-    for columns in TABLES.values()
-    for column in columns
-    if column.is_json
-    for key in column.field.split("|")
-}
+JSON_KEYS = {key for columns in TABLES.values() for column in columns if column.is_json
+             for key in column.field.split("|")}  # fmt: skip
 """Arguments that may be any JSON value."""
 
 

@@ -45,10 +45,8 @@ _HEADS = (".name", ".pid", ".tid", ".id", ".ph")
 _OF_EVENTS = ("event", "category", "ts_ns", "dur_ns")
 
 _TABLE_NAMES = tuple(schema.TABLES)
-_COLUMNS = {
-    table: [column for column in columns if column.name not in _OF_EVENTS]
-    for table, columns in schema.TABLES.items()
-}
+_COLUMNS = {table: [column for column in columns if column.name not in _OF_EVENTS]
+            for table, columns in schema.TABLES.items()}  # fmt: skip
 
 
 def _column(column: schema.TraceColumn) -> tuple[int, int, tuple[bytes, ...]]:
