@@ -49,13 +49,9 @@ _COUNTER_KEYS = ("host", "source", "entity", "rank", "gpu", "metric", "unit")
 
 
 def write_diagnosis_folder(
-    folder: Path,
-    analyzer: RunFrames,
-    verdict: Verdict,
-    *,
-    document: Mapping[str, Any],
+    folder: Path, analyzer: RunFrames, verdict: Verdict, *, document: Mapping[str, Any],
     since_ns: int | None = None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Writes all of a diagnosis into a new folder that needs neither the run nor its traces.
 
     Returns the names of what is in it; raises UsageError where it is not empty, or not writable.

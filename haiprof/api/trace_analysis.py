@@ -49,16 +49,11 @@ class TraceAnalysis(TraceQuestions):
     """
 
     def __init__(
-        self,
-        path: str | Path | Mapping[int, str | Path] | None = None,
-        *,
-        pool: Pool | None = None,
-        compat: Literal["hta"] | None = None,
-        window: int | None = None,
-        trace_dir: str | Path | None = None,
-        trace_files: HtaFiles | None = None,
+        self, path: str | Path | Mapping[int, str | Path] | None = None, *,
+        pool: Pool | None = None, compat: Literal["hta"] | None = None, window: int | None = None,
+        trace_dir: str | Path | None = None, trace_files: HtaFiles | None = None,
         include_last_profiler_step: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         where, named = hta_source(path, trace_dir, trace_files, include_last_profiler_step)
         super().__init__(where, pool=pool, window=window, named=named)
         self._compat = compat if trace_dir is None and trace_files is None else "hta"
@@ -80,13 +75,9 @@ class TraceAnalysis(TraceQuestions):
         trace_picture(self, "temporal", steps, share=share)
 
     def show_idle_time_breakdown(
-        self,
-        steps: Steps = None,
-        *,
-        share: bool = False,
-        streams: list[int] | None = None,
+        self, steps: Steps = None, *, share: bool = False, streams: list[int] | None = None,
         consecutive_kernel_delay_ns: int = CONSECUTIVE_KERNEL_DELAY_NS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """What each stream waited for; options as of `idle_time_breakdown`."""
         trace_picture(
             self, "idle", steps, share=share, streams=streams,
@@ -98,13 +89,9 @@ class TraceAnalysis(TraceQuestions):
         trace_picture(self, "kernel_types", steps, share=share)
 
     def show_kernels(
-        self,
-        steps: Steps = None,
-        *,
-        num_kernels: int | None = TOP_KERNELS,
-        duration_ratio: float | None = None,
-        include_memory: bool = True,
-    ) -> None:
+        self, steps: Steps = None, *, num_kernels: int | None = TOP_KERNELS,
+        duration_ratio: float | None = None, include_memory: bool = True,
+    ) -> None:  # fmt: skip
         """The kernels with the most time on each rank; options as of `kernel_breakdown`."""
         trace_picture(
             self, "kernels", steps, num_kernels=num_kernels, duration_ratio=duration_ratio,
@@ -125,13 +112,9 @@ class TraceAnalysis(TraceQuestions):
         trace_picture(self, "overlap", steps, share=share)
 
     def show_launches(
-        self,
-        steps: Steps = None,
-        *,
-        runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
-        launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS,
-        include_memory_events: bool = True,
-    ) -> None:
+        self, steps: Steps = None, *, runtime_cutoff_ns: int = RUNTIME_CUTOFF_NS,
+        launch_delay_cutoff_ns: int = LAUNCH_DELAY_CUTOFF_NS, include_memory_events: bool = True,
+    ) -> None:  # fmt: skip
         """Distributions of launches, with their cut-offs; options as of `launch_statistics`."""
         trace_picture(
             self, "launches", steps, runtime_cutoff_ns=runtime_cutoff_ns,
@@ -160,13 +143,9 @@ class TraceAnalysis(TraceQuestions):
         trace_picture(self, "memory", None)
 
     def show_critical_path(
-        self,
-        rank: int | None = None,
-        *,
-        steps: Steps = None,
-        annotation: str | None = None,
+        self, rank: int | None = None, *, steps: Steps = None, annotation: str | None = None,
         instance: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The critical path of one rank, by cause; options as of `critical_path`."""
         trace_picture(
             self, "critical_path", steps, rank=rank, annotation=annotation, instance=instance

@@ -72,13 +72,9 @@ _SEVERITY_STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "b
 
 
 def verdict_card(
-    verdict: Verdict,
-    run: RunHeader,
-    *,
-    width: int = MAX_WIDTH,
-    everything: bool = False,
+    verdict: Verdict, run: RunHeader, *, width: int = MAX_WIDTH, everything: bool = False,
     folder: Path | None = None,
-) -> RenderableType:
+) -> RenderableType:  # fmt: skip
     """The card as the terminal shows it at the end of a run."""
     command = _next_command(verdict, folder)
     fits = len(command) <= min(width, MAX_WIDTH) - _AROUND_COMMAND
@@ -87,15 +83,11 @@ def verdict_card(
     title = Text.assemble((" haiprof ", "bold"), (f" {run.name} ", ""), (f" {run.outcome} ", "dim"))
     title.truncate(min(width, MAX_WIDTH) - 8, overflow="ellipsis")
     card = Panel(
-        Group(*parts),
-        title=title,
-        title_align="left",
-        subtitle=None if everything else Text(f" {_MORE} ", style="dim"),
-        subtitle_align="right",
-        border_style="bright_black",
-        padding=(1 if everything else 0, 2),
+        Group(*parts), title=title, title_align="left",
+        subtitle=None if everything else Text(f" {_MORE} ", style="dim"), subtitle_align="right",
+        border_style="bright_black", padding=(1 if everything else 0, 2),
         width=min(width, MAX_WIDTH),
-    )
+    )  # fmt: skip
     # Below the card it is one line, however narrow the terminal is: it can be copied.
     return card if fits else Group(card, Text(f"next: {command}", no_wrap=True, overflow="ignore"))
 

@@ -119,20 +119,14 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
     boundaries = steps["boundary"].drop_nulls().mode().sort()
     over_time = summary.counters_over_time(frame_reader(samples), window) if window else ()
     return OneRankSummary(
-        run=run_header(data.run, manifest),
-        span=span,
-        window=window,
-        rank=rank,
-        attempt=attempt,
+        run=run_header(data.run, manifest), span=span, window=window, rank=rank, attempt=attempt,
         other_attempts=tuple(
             ranks.filter(pl.col("rank") == rank, pl.col("attempt") != attempt)["attempt"].sort()
         ),
-        about=about,
-        step_count=about["step_count"] or steps.height,
+        about=about, step_count=about["step_count"] or steps.height,
         mean_step_ns=number(settled[summary.PERIOD].mean()),
         median_step_ns=number(counted["step_ns"].median()),
-        split_ns=split,
-        boundary=str(boundaries[0]) if len(boundaries) else None,
+        split_ns=split, boundary=str(boundaries[0]) if len(boundaries) else None,
         confidence=number(steps["confidence"].mean()),
         skipped_step_count=int(steps["skipped"].sum() or 0),
         phases=tuple(_phase_stat(counted, phase, split) for phase in PHASES),
@@ -146,7 +140,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
             data.run, manifest, counters.select("source", "metric").unique().rows()
         ),
         notes=tuple(data.notes()),
-    )
+    )  # fmt: skip
 
 
 def rank_counters(data: RunFrames, rank: int, host: str | None) -> pl.DataFrame:
@@ -203,13 +197,11 @@ def _phase_stat(steps: pl.DataFrame, phase: str, split: Mapping[str, float | Non
     times = steps[f"{phase}_host_ns"]
     mine, total = split[phase], sum(ns or 0.0 for ns in split.values())
     return PhaseStat(
-        phase=phase,
-        median_ns=number(times.median()),
-        p95_ns=number(times.quantile(0.95)),
+        phase=phase, median_ns=number(times.median()), p95_ns=number(times.quantile(0.95)),
         max_ns=number(times.max()),
         share_ratio=mine / total if mine is not None and total else None,
         device_median_ns=number(steps[f"{phase}_device_ns"].median()),
-    )
+    )  # fmt: skip
 
 
 def _position_stats(
@@ -224,16 +216,13 @@ def _position_stats(
     device = {name: number(steps[f"{name}_device_ns"].median()) for name in PHASES}
     return tuple(
         PhaseStat(
-            phase=name,
-            median_ns=float(np.median(ns)),
-            p95_ns=float(np.quantile(ns, 0.95)),
-            max_ns=float(ns.max()),
-            share_ratio=float(ns.sum()) / total,
+            phase=name, median_ns=float(np.median(ns)), p95_ns=float(np.quantile(ns, 0.95)),
+            max_ns=float(ns.max()), share_ratio=float(ns.sum()) / total,
             device_median_ns=device.get(name),
         )
         for name, ns in zip(POSITIONS, whole, strict=True)
         if ns.any()
-    )
+    )  # fmt: skip
 
 
 def _phase_series(steps: pl.DataFrame, span: TimeRange) -> Iterator[Series]:

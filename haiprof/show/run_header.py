@@ -72,16 +72,11 @@ def run_header(run: RunPaths, manifest: Manifest | None) -> RunHeader:
     if end_ns is None:
         end_ns = time.time_ns() if state == RUNNING else last_write_ns(run)
     return RunHeader(
-        name=manifest.name,
-        path=shown_path(run.root),
-        command=tuple(map(str, manifest.command)),
-        host=manifest.host,
-        start_wall_ns=start_ns,
-        duration_ns=max(0, end_ns - start_ns) if start_ns and end_ns else None,
-        state=state,
-        exit_status=manifest.exit_status,
-        signal=manifest.signal,
-    )
+        name=manifest.name, path=shown_path(run.root), command=tuple(map(str, manifest.command)),
+        host=manifest.host, start_wall_ns=start_ns,
+        duration_ns=max(0, end_ns - start_ns) if start_ns and end_ns else None, state=state,
+        exit_status=manifest.exit_status, signal=manifest.signal,
+    )  # fmt: skip
 
 
 def manifest_or_none(run: RunPaths) -> Manifest | None:

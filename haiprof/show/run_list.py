@@ -224,10 +224,9 @@ def _entry_without_steps(run: RunPaths) -> RunEntry:
     judged = _saved_verdict(run, manifest.end_wall_ns if manifest else None)
     entry = RunEntry(
         **{name: getattr(header, name) for name in _OF_HEADER},
-        user=None if uid is None else user_name(uid),
+        user=None if uid is None else user_name(uid), problem=problem,
         rank_count=len({rank for rank, _, _ in run.rank_folders()}),
-        problem=problem,
-    )
+    )  # fmt: skip
     return entry if judged is None else replace(entry, **judged, is_counted=True)
 
 

@@ -195,13 +195,9 @@ class EventFiles:
 
 
 def write_scalars(
-    run: RunPaths,
-    *,
-    follow: bool,
-    every_s: float,
-    folder: Path | None = None,
+    run: RunPaths, *, follow: bool, every_s: float, folder: Path | None = None,
     stop: threading.Event | None = None,
-) -> Written:
+) -> Written:  # fmt: skip
     """Writes the scalars of a run into its tensorboard folder, one event file per rank."""
     files = EventFiles(
         folder or run.tensorboard, below=run.root if folder in (None, run.tensorboard) else folder

@@ -116,12 +116,10 @@ def fold_series(series: Sequence[Series]) -> list[Series]:
     means = [s.mean for s in series if s.mean is not None]
     tops = [s.max for s in series if s.max is not None]
     median = replace(
-        highest,
-        label=f"median of {len(series)}",
+        highest, label=f"median of {len(series)}", values=_median_values(series),
         mean=float(np.median(means)) if means else None,
         max=float(np.median(tops)) if tops else None,
-        values=_median_values(series),
-    )
+    )  # fmt: skip
     return [median, replace(highest, label=f"{highest.label}, highest")]
 
 

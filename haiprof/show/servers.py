@@ -174,12 +174,9 @@ class _Handler(local_http.GuardedHandler, SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def __init__(
-        self,
-        *args: Any,  # noqa: ANN401 - the base class's own
-        viewer: Path,
-        trace: Path,
-        access: Access,
-    ) -> None:
+        self, *args: Any,  # noqa: ANN401 - the base class's own
+        viewer: Path, trace: Path, access: Access,
+    ) -> None:  # fmt: skip
         self._trace, self._access = trace, access
         super().__init__(*args, directory=str(viewer))
 

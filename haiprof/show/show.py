@@ -68,11 +68,9 @@ def comparison(data: RunFrames, baseline: str | Path) -> None:
 
 
 def trace_picture(
-    traces: TraceQuestions,
-    name: str,
-    steps: tuple[int, int] | None,
+    traces: TraceQuestions, name: str, steps: tuple[int, int] | None,
     **options: Any,  # noqa: ANN401 - whatever the picture takes
-) -> None:
+) -> None:  # fmt: skip
     """Shows one answer about traces."""
     from haiprof.show.trace_pictures import PICTURES
 

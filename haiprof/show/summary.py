@@ -267,12 +267,9 @@ _TRACE_LIMIT_BYTES = 64 << 20
 
 
 def overview_summary(
-    data: RunFrames,
-    *,
-    with_series: bool = True,
-    trace_limit_bytes: int = _TRACE_LIMIT_BYTES,
+    data: RunFrames, *, with_series: bool = True, trace_limit_bytes: int = _TRACE_LIMIT_BYTES,
     digest: CounterDigest | None = None,
-) -> OverviewSummary:
+) -> OverviewSummary:  # fmt: skip
     """The numbers of a job, also of one that still runs; of its counters where they are read."""
     steps, ranks = data.steps(), data.ranks()
     manifest = manifest_or_none(data.run)
@@ -296,9 +293,7 @@ def overview_summary(
         series += step_series(counted, window)
         series += counters_over_time(digest.count_series(read), window)
     return OverviewSummary(
-        run=run_header(data.run, manifest),
-        span=span,
-        window=window,
+        run=run_header(data.run, manifest), span=span, window=window,
         ranks=tuple(
             trained.get(key) or _rank_summary(row, steps.clear(), of_ranks)
             for key, row in rows.items()
@@ -311,8 +306,7 @@ def overview_summary(
             for (source, host, rank, gpu), values in stats.items()
             if source == GPU
         ),
-        missing=missing_sources(data.run, manifest, digest.present),
-        series=tuple(series),
+        missing=missing_sources(data.run, manifest, digest.present), series=tuple(series),
         work=step_work(data.run, _job_step_ns(trained), limit_bytes=trace_limit_bytes),
         traces=traced_lines(data),
         reactions=tuple(
@@ -323,7 +317,7 @@ def overview_summary(
         ),
         nccl=data.nccl().known,
         notes=(*([WORDS[marked_by]] if marked_by else []), *data.notes()),
-    )
+    )  # fmt: skip
 
 
 def _job_step_ns(trained: Mapping[tuple[Any, Any], RankSummary]) -> float | None:

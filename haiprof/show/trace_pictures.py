@@ -57,13 +57,9 @@ class Drawing:
     """Those of the question that are drawn, too."""
 
     def __call__(
-        self,
-        traces: TraceQuestions,
-        steps: Steps = None,
-        *,
-        share: bool = False,
+        self, traces: TraceQuestions, steps: Steps = None, *, share: bool = False,
         **options: Any,  # noqa: ANN401 - whatever the question takes
-    ) -> TracePicture:
+    ) -> TracePicture:  # fmt: skip
         """Asks and draws; with `share`, each part is a share of its bar."""
         if isinstance(self.ask, str):
             found = getattr(traces, self.ask)(steps, **{**self.options, **options})
@@ -120,25 +116,20 @@ def _memory(traces: TraceQuestions, steps: Steps) -> pl.DataFrame:
 
 
 def critical_path(
-    traces: TraceQuestions,
-    steps: Steps = None,
-    *,
-    rank: int | None = None,
-    annotation: str | None = None,
-    instance: int = 0,
-) -> TracePicture:
+    traces: TraceQuestions, steps: Steps = None, *, rank: int | None = None,
+    annotation: str | None = None, instance: int = 0,
+) -> TracePicture:  # fmt: skip
     """The critical path of one rank, by cause; options are those of `TraceAnalysis`."""
     path = traces.critical_path(rank, steps=steps, annotation=annotation, instance=instance)
     found = path.summary()
     of = min(traces.files) if rank is None else rank
     title = f"<b>Critical path of rank {of}, by cause</b>"
     return TracePicture(
-        title="Critical path",
-        frame=found,
+        title="Critical path", frame=found,
         figure=figures.critical_path_figure(found, title=title),
         columns=("bound_by", "duration_ns", "share_ratio", "segment_count"),
         says="Only what is on this path makes the step longer: shorten its largest part.",
-    )
+    )  # fmt: skip
 
 
 def time_line(traces: TraceQuestions, steps: Steps = None) -> TracePicture:

@@ -17,12 +17,8 @@ BLUE, VERMILLION, YELLOW, GREY = "#0072B2", "#D55E00", "#F0E442", "#999999"
 DARK_GREY, BROWN = "#555555", "#8C6D31"
 
 PHASE_COLORS = {
-    "dataloader": ORANGE,
-    "forward": SKY,
-    "backward": PURPLE,
-    "optimizer": GREEN,
-    "other": GREY,
-}
+    "dataloader": ORANGE, "forward": SKY, "backward": PURPLE, "optimizer": GREEN, "other": GREY,
+}  # fmt: skip
 SERIES_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, DARK_GREY, BROWN)
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
@@ -56,13 +52,10 @@ def figure_layout(title: str, *, height: int) -> dict[str, Any]:
                   "font": {"size": 16}},
         "legend": {**top, "orientation": "h", "xanchor": "left", "y": 1 - LEGEND_TOP_PX / height,
                    "font": {"size": 11}, "traceorder": "normal"},
-        "height": height,
-        "margin": {"l": 64, "r": 24, "t": 112, "b": 36},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
+        "height": height, "margin": {"l": 64, "r": 24, "t": 112, "b": 36},
+        "paper_bgcolor": "white", "plot_bgcolor": "white",
         "font": {"family": FONT, "size": 12, "color": INK},
-        "hoverlabel": {"font": {"family": FONT, "size": 12}},
-        "barmode": "stack",
+        "hoverlabel": {"font": {"family": FONT, "size": 12}}, "barmode": "stack",
     }  # fmt: skip
 
 

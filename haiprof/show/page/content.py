@@ -22,13 +22,7 @@ from haiprof.run_analysis.deaths import Fate
 from haiprof.run_analysis.ranks import rank_grid
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.show.figures.job import (
-    PARTS,
-    heat_style,
-    late_ranks_figure,
-    over_time_figure,
-    run_difference_figure,
-)
+from haiprof.show.figures import job
 from haiprof.show.figures.panel_table import panel_metrics
 from haiprof.show.figures.style import FONT, PHASE_COLORS
 from haiprof.show.flame import RunFlames, run_flames
@@ -42,15 +36,7 @@ from haiprof.show.series import TimeRange
 from haiprof.show.summary import OverviewSummary, overview_summary, select_judged_steps
 from haiprof.show.text import by_reason, moment_text, printable
 from haiprof.show.views import compare as rows
-from haiprof.show.views.compare import compare_data
-from haiprof.show.views.deaths import (
-    WORDS,
-    advice_text,
-    grouped_fates,
-    memory_lines,
-    said_lines,
-    start_lines,
-)
+from haiprof.show.views import deaths
 
 _KERNEL_LIMIT = 20
 
@@ -88,15 +74,14 @@ def comparison_section(
     kernels = [f"kernels: {found.no_kernels}"] if found.no_kernels else []
     steps = found.before.step_ns, found.after.step_ns
     return ComparisonSection(
-        state=found.state,
-        headline=rows.headline(found),
+        state=found.state, headline=rows.headline(found),
         lines=tuple(rows.headline_notes(found, chosen.why)),
         tables=tuple(rows.tables(found, limit=_KERNEL_LIMIT)),
         notes=tuple(map(printable, (*rows.notes(found), *kernels))),
-        figure=run_difference_figure(*steps, found.positions) if any(map(len, steps)) else None,
-        data=compare_data(found, chosen=chosen.why, of=chosen.of),
+        figure=job.run_difference_figure(*steps, found.positions) if any(map(len, steps)) else None,
+        data=rows.compare_data(found, chosen=chosen.why, of=chosen.of),
         other=found.before.analyzer,
-    )
+    )  # fmt: skip
 
 
 _ROWS = 64
@@ -136,7 +121,7 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     if death is None:
         return None
     fates = sorted(death.fates, key=lambda f: (_ORDER.index(f.role), f.ended_ns or 0, f.rank))
-    rows = [tuple(map(printable, row)) for row in grouped_fates(death)]
+    rows = [tuple(map(printable, row)) for row in deaths.grouped_fates(death)]
     between = time_range(death)
     lanes = tuple(
         _row(fate, last_seconds(files, death, fate), *between) for fate in fates[:_ROWS] if between
@@ -145,19 +130,14 @@ def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
     died = death.died_ns or (between[1] if between else 0)
     before, after = (died - between[0], between[1] - died) if between else (0, 0)
     return DeathPart(
-        word=WORDS.get(death.cause, death.cause),
-        then="" if verdict.advice is None else advice_text(verdict.advice),
-        facts=(
-            f"at {moment_text(death.died_ns)}; order of ends: {death.clock}",
-            *said_lines(death),
-            *memory_lines(verdict),
-            *start_lines(verdict.starts, death),
-        ),
-        fates=PageTable("", head, rows, left=head),
-        rows=lanes,
+        word=deaths.WORDS.get(death.cause, death.cause),
+        then="" if verdict.advice is None else deaths.advice_text(verdict.advice),
+        facts=(f"at {moment_text(death.died_ns)}; order of ends: {death.clock}",
+               *deaths.said_lines(death), *deaths.memory_lines(verdict),
+               *deaths.start_lines(verdict.starts, death)),
+        fates=PageTable("", head, rows, left=head), rows=lanes, more=max(0, len(fates) - _ROWS),
         ends=(f"{duration_text(before)} before the failure", f"{duration_text(after)} after it"),
-        more=max(0, len(fates) - _ROWS),
-    )
+    )  # fmt: skip
 
 
 def _row(fate: Fate, stretches: Sequence[Stretch], begin: int, end: int) -> TimelineRow:
@@ -230,7 +210,7 @@ def page_content(
     ranks, nodes = parts.rank_table(summary), parts.node_table(summary)
     late, hung = analyzer.lateness(), _hung_ranks(verdict)
     known = late["late_ns_per_step"].is_finite().any()
-    late_picture = late_ranks_figure(late, step_ns=verdict.step_ns, hung=hung) if known else None
+    late_figure = job.late_ranks_figure(late, step_ns=verdict.step_ns, hung=hung) if known else None
     windows, no_windows = parts.trace_files(analyzer.run)
     compared = comparison_section(analyzer, baseline, read_traces=read_traces) if baseline else None
     flames = run_flames(analyzer, compared.other if compared else None, found)
@@ -241,23 +221,13 @@ def page_content(
     )
     others = {"lines of code": flames.missing, "traces": no_windows}
     return PageContent(
-        header=summary.run,
-        verdict=verdict,
-        ledger=ledger,
-        device=device_part(verdict.device),
-        summary=summary,
-        ranks=ranks,
-        nodes=nodes,
-        phases=parts.phase_table(judged),
-        slowest=parts.slow_table(judged),
-        late=parts.late_table(late),
+        header=summary.run, verdict=verdict, ledger=ledger, device=device_part(verdict.device),
+        summary=summary, ranks=ranks, nodes=nodes, phases=parts.phase_table(judged),
+        slowest=parts.slow_table(judged), late=parts.late_table(late),
         hung=ranks_text(hung) if hung else "",
         collectives=parts.collective_table(analyzer.collectives()),
-        death=death_part(analyzer.files, verdict),
-        traces=traces,
-        memory=memory,
-        windows=tuple(map(tuple, windows)),
-        snapshots=parts.snapshot_table(analyzer.run),
+        death=death_part(analyzer.files, verdict), traces=traces, memory=memory,
+        windows=tuple(map(tuple, windows)), snapshots=parts.snapshot_table(analyzer.run),
         environment=parts.environment_pairs(
             analyzer.run, analyzer.files.manifest, analyzer.ranks()
         ),
@@ -267,10 +237,9 @@ def page_content(
             **dict(verdict.not_measured), **summary.missing, **dict(memory.missing),
             **dict(traces.missing), **{what: why for what, why in others.items() if why},
         })),
-        flames=flames,
-        comparison=compared,
+        flames=flames, comparison=compared,
         data={
-            **_data(analyzer, judged, summary, late_picture, compared, traces, digest),
+            **_data(analyzer, judged, summary, late_figure, compared, traces, digest),
             "accounts": ledger.data if ledger else {"counts": {}},
             "memory": memory.data,
             "flame": flames.graph.as_json(),
@@ -292,14 +261,9 @@ def time_start_ns(summary: OverviewSummary) -> int:
 
 
 def _data(
-    analyzer: RunFrames,
-    judged: pl.DataFrame,
-    summary: OverviewSummary,
-    late: go.Figure | None,
-    compared: ComparisonSection | None,
-    traces: parts.TraceSections,
-    digest: CounterDigest,
-) -> dict[str, Any]:
+    analyzer: RunFrames, judged: pl.DataFrame, summary: OverviewSummary, late: go.Figure | None,
+    compared: ComparisonSection | None, traces: parts.TraceSections, digest: CounterDigest,
+) -> dict[str, Any]:  # fmt: skip
     """What the figures are drawn of."""
     steps = analyzer.steps()
     read = analyzer.read_series(panel_metrics().intersection(digest.present))
@@ -307,11 +271,12 @@ def _data(
     grid = rank_grid(judged)
     several = grid if grid and len(grid.ranks) > 1 else None
     figures = {
-        "over-time": over_time_figure(several, start_ns=start_ns) if several else None,
+        "over-time": job.over_time_figure(several, start_ns=start_ns) if several else None,
         "late": late, "comparison": compared.figure if compared else None,
     }  # fmt: skip
     return {
-        "style": {"phases": PHASE_COLORS, "parts": list(PARTS), "font": FONT, "map": heat_style()},
+        "style": {"phases": PHASE_COLORS, "parts": list(job.PARTS), "font": FONT,
+                  "map": job.heat_style()},
         "span_s": summary.span.duration_ns / NS_PER_S if summary.span else 1.0,
         "window": summary.window and _seconds(summary.window, start_ns),
         "traced": [_seconds(part, start_ns) for part in traced_times(steps)],
@@ -323,7 +288,7 @@ def _data(
             **{name: parts.plain_figure(each) for name, each in figures.items() if each},
             **{each.name: each.figure for each in traces.pictures},
         },
-    }
+    }  # fmt: skip
 
 
 def _seconds(part: TimeRange, start_ns: int) -> list[float]:

@@ -212,15 +212,12 @@ def _spread(lines: Sequence[_Line], spec: CounterSpec, number: int) -> Iterator[
 def map_data(grid: RankGrid, start_ns: int) -> dict[str, Any]:
     """The grid in ms: `phases` by name, each [rank, stretch]; a step is their sum."""
     return {
-        "ranks": list(grid.ranks),
-        "columns": grid.column_count,
+        "ranks": list(grid.ranks), "columns": grid.column_count,
         "start_s": (grid.start_ns - start_ns) / NS_PER_S,
         "end_s": (grid.end_ns - start_ns) / NS_PER_S,
-        "typical_ms": {
-            name: None if ns is None else ns / NS_PER_MS for name, ns in grid.typical_ns.items()
-        },
+        "typical_ms": {name: ns and ns / NS_PER_MS for name, ns in grid.typical_ns.items()},
         "phases": {phase: half_floats(grid.phase_ns[phase] / NS_PER_MS) for phase in PHASES},
-    }
+    }  # fmt: skip
 
 
 def traced_times(steps: pl.DataFrame) -> list[TimeRange]:
@@ -248,12 +245,10 @@ def step_data(steps: pl.DataFrame, start_ns: int) -> dict[str, Any]:
     ]
     whole = np.concatenate(tables, axis=1) if tables else np.empty((2 + len(PHASES), 0))
     return {
-        "ranks": ranks.tolist(),
-        "counts": [table.shape[1] for table in tables],
-        "time": single_floats(whole[0]),
-        "step": single_floats(whole[1]),
+        "ranks": ranks.tolist(), "counts": [table.shape[1] for table in tables],
+        "time": single_floats(whole[0]), "step": single_floats(whole[1]),
         "phases": {phase: half_floats(whole[2 + place]) for place, phase in enumerate(PHASES)},
-    }
+    }  # fmt: skip
 
 
 def _step_data_thin(table: Floats, start_ns: int, limit: int) -> Floats:

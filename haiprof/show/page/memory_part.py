@@ -69,13 +69,9 @@ class MemoryPart:
 
 
 def memory_part(
-    analyzer: RunFrames,
-    digest: CounterDigest,
-    *,
-    missing: Mapping[str, str],
-    traced: bool,
+    analyzer: RunFrames, digest: CounterDigest, *, missing: Mapping[str, str], traced: bool,
     start_ns: int,
-) -> MemoryPart:
+) -> MemoryPart:  # fmt: skip
     """Reads what a run recorded of memory."""
     levels = gpu_memory.gpu_memory_series(analyzer.files)
     peaks = _peaks(analyzer, digest.count_series(analyzer.read_series({_RSS})), start_ns)
@@ -183,14 +179,11 @@ def _peak(
         begun, time_ns < start + pl.col("duration_ns"), pl.col("phase").is_in(PHASES)
     ).sort("duration_ns")["phase"]
     return _Peak(
-        rank=rank,
-        seconds=(time_ns - start_ns) / NS_PER_S,
-        highest_bytes=float(own.values[place]),
-        first_bytes=float(own.values[0]),
-        last_bytes=float(own.values[-1]),
-        step=int(step[0]) if len(step) else None,
+        rank=rank, seconds=(time_ns - start_ns) / NS_PER_S,
+        highest_bytes=float(own.values[place]), first_bytes=float(own.values[0]),
+        last_bytes=float(own.values[-1]), step=int(step[0]) if len(step) else None,
         phase=str(phase[0]) if len(phase) else None,
-    )
+    )  # fmt: skip
 
 
 def _with_marks(data: dict[str, Any], peaks: Sequence[_Peak]) -> dict[str, Any]:
@@ -242,13 +235,10 @@ _HELD: Fields = (
 
 
 def _missing(
-    analyzer: RunFrames,
-    missing: Mapping[str, str],
-    levels: Mapping[int, gpu_memory.GpuMemorySeries],
-    *,
-    failed: Sequence[gpu_memory.GpuOutOfMemory],
-    traced: bool,
-) -> Iterator[tuple[str, str]]:
+    analyzer: RunFrames, missing: Mapping[str, str],
+    levels: Mapping[int, gpu_memory.GpuMemorySeries], *,
+    failed: Sequence[gpu_memory.GpuOutOfMemory], traced: bool,
+) -> Iterator[tuple[str, str]]:  # fmt: skip
     """What of it is not known, and why."""
     for title, name in (("processes", "memory of ranks"), ("node", "memory of nodes")):
         if title in missing:

@@ -75,12 +75,9 @@ def lines_html(flames: RunFlames, header: RunHeader) -> str:
     """The flame graph alone, as a page that needs no network."""
     data = {"flame": flames.graph.as_json()}
     return _template("lines.html").render(
-        header=header,
-        sections=[("lines", "Lines of your code")],
-        flames=flames,
-        version=__version__,
-        **_inside(data, with_plotly=False),
-    )
+        header=header, sections=[("lines", "Lines of your code")], flames=flames,
+        version=__version__, **_inside(data, with_plotly=False),
+    )  # fmt: skip
 
 
 def write_lines_page(analyzer: RunFrames, path: Path, *, baseline: str | None = None) -> Path:
@@ -108,14 +105,11 @@ def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:
     ]
     packed = _squeezed_plotly() if with_plotly else ""
     return {
-        "live": False,
-        "policy": _POLICY.format(" ".join(allowed)),
-        "style": _mark_as_safe(static_text("page.css")),
-        "script": _mark_as_safe(script),
-        "plotly": _mark_as_safe(packed),
-        "data": _mark_as_safe(numbers),
+        "live": False, "policy": _POLICY.format(" ".join(allowed)),
+        "style": _mark_as_safe(static_text("page.css")), "script": _mark_as_safe(script),
+        "plotly": _mark_as_safe(packed), "data": _mark_as_safe(numbers),
         "size": bytes_text(len(script) + len(packed) + len(numbers)),
-    }
+    }  # fmt: skip
 
 
 def served_html(content: PageContent, link: Link) -> str:
@@ -147,13 +141,9 @@ def _squeezed_plotly() -> str:
 
 
 def _render(
-    content: PageContent,
-    *,
-    link: Link = lambda _: "",
-    only: Collection[str] | None = None,
-    rank: int | None = None,
-    **parts: Any,  # noqa: ANN401
-) -> str:
+    content: PageContent, *, link: Link = lambda _: "", only: Collection[str] | None = None,
+    rank: int | None = None, **parts: Any,  # noqa: ANN401
+) -> str:  # fmt: skip
     sections = [one for one in _sections(content) if only is None or one[0] in only]
     windows = [
         [{"name": path.name, "size": file_size(path), "link": link(path)} for path in files]
@@ -163,21 +153,14 @@ def _render(
     known = content.data["map"]
     rank_count = len(known["ranks"]) if known else 0
     return _template("page.html").render(
-        c=content,
-        header=content.header,
-        chosen_rank=rank,
-        windows=windows,
-        sections=sections,
-        shown={name for name, _ in sections},
-        folded=True,
+        c=content, header=content.header, chosen_rank=rank, windows=windows, sections=sections,
+        shown={name for name, _ in sections}, folded=True,
         first=verdict.findings[0] if verdict.findings and not content.death else None,
-        abstained=abstentions(verdict),
-        cost=cost_text(verdict.cost),
+        abstained=abstentions(verdict), cost=cost_text(verdict.cost),
         parts=[name for name, ms in known["typical_ms"].items() if ms is not None] if known else [],
         map_height=min(_MOST_PX, max(_LEAST_PX, _ROW_PX * rank_count + _FRAME_PX)),
-        version=__version__,
-        **parts,
-    )
+        version=__version__, **parts,
+    )  # fmt: skip
 
 
 @cache
@@ -186,12 +169,9 @@ def _template(name: str) -> Template:
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(
-        loader=FileSystemLoader(STATIC),
-        autoescape=True,
-        finalize=_escape_value,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=FileSystemLoader(STATIC), autoescape=True, finalize=_escape_value,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters.update(
         {each.__name__: each for each in _FILTERS},
         unbroken=lambda line: _UNIT.sub("\N{NO-BREAK SPACE}", line),
@@ -278,17 +258,10 @@ def trace_page_html(report: TraceReport, traces: TraceQuestions) -> str:
     data = {"style": {"font": FONT}, "figures": {each.name: each.figure for each in pictures}}
     return _template("trace.html").render(
         header={"name": report.path.name, "facts": facts},
-        sections=[
-            *([("verdict", "Verdict")] if part else []),
-            ("pictures", "Pictures"),
-            ("tables", "Tables"),
-        ],
-        part=part,
-        version=__version__,
-        faults=fault_lines(report.tables["checks"], EVERYTHING),
-        pictures=pictures,
-        tables=report_tables(report),
+        sections=[*([("verdict", "Verdict")] if part else []), ("pictures", "Pictures"),
+                  ("tables", "Tables")],
+        part=part, version=__version__, faults=fault_lines(report.tables["checks"], EVERYTHING),
+        pictures=pictures, tables=report_tables(report),
         missing=[(what, printable(why)) for what, why in [*missing, *reasons]],
-        notes=[printable(note) for note in report.notes],
-        **_inside(data, with_plotly=True),
-    )
+        notes=[printable(note) for note in report.notes], **_inside(data, with_plotly=True),
+    )  # fmt: skip

@@ -24,17 +24,9 @@ from haiprof.show.frame_table import Fields, PageTable, heads, page_records, pag
 from haiprof.show.summary import OverviewSummary, rank_name
 from haiprof.show.text import moment_text, printable
 from haiprof.show.trace_pictures import all_pictures
+from haiprof.show.views import memory_timeline as views
 from haiprof.show.views.functions import TITLES
 from haiprof.show.views.functions import shown_tables as function_tables
-from haiprof.show.views.memory_timeline import (
-    DEVICE,
-    OUTSIDE,
-    PEAK,
-    MemoryAnswers,
-    memory_answers,
-    name_classes,
-    name_operators,
-)
 from haiprof.show.views.trace_report import shown_tables
 from haiprof.trace_analysis.device_time import Steps
 from haiprof.trace_analysis.files import files_by_window
@@ -225,14 +217,12 @@ def page_pictures(
     drawn, missing = all_pictures(traces, steps)
     pictures = (
         PagePicture(
-            name=f"trace-{name.replace('_', '-')}",
-            title=printable(picture.title),
-            says=picture.says,
-            height=picture.figure.layout.height - _TITLE_PX,
+            name=f"trace-{name.replace('_', '-')}", title=printable(picture.title),
+            says=picture.says, height=picture.figure.layout.height - _TITLE_PX,
             figure=plain_figure(picture.figure),
         )
         for name, picture in drawn.items()
-    )
+    )  # fmt: skip
     return tuple(pictures), tuple(missing.items())
 
 
@@ -292,7 +282,7 @@ def trace_sections(run: RunPaths, *, read: bool) -> TraceSections:
             return ()
 
     def read_memory() -> Iterator[PageTable]:
-        answers = memory_answers(questions, None)
+        answers = views.memory_answers(questions, None)
         missing.extend((f"memory, {what}", why) for what, why in answers.missing.items())
         return _memory_tables(answers)
 
@@ -360,23 +350,24 @@ def _sections(found: FunctionReports) -> Iterator[FunctionSection]:
         )
 
 
-def _memory_tables(answers: MemoryAnswers) -> Iterator[PageTable]:
+def _memory_tables(answers: views.MemoryAnswers) -> Iterator[PageTable]:
     levels = ["allocated_bytes", "reserved_bytes", "since_start_bytes"]
-    peaks = answers.timeline.group_by(DEVICE, maintain_order=True).agg(pl.col(levels).max())
+    peaks = answers.timeline.group_by(views.DEVICE, maintain_order=True).agg(pl.col(levels).max())
     columns = (*heads("rank", device_type="device"), *heads(*levels))
     yield page_table("Highest in the window", peaks, columns, limit=_FUNCTION_LIMIT)
     if answers.at_peak is not None:
-        largest = name_operators(answers.at_peak).sort("size_bytes", descending=True)
-        yield page_table("Alive at the peak", largest, (*heads("rank"), *PEAK), limit=_MEMORY_LIMIT)
+        largest = views.name_operators(answers.at_peak).sort("size_bytes", descending=True)
+        columns = (*heads("rank"), *views.PEAK)
+        yield page_table("Alive at the peak", largest, columns, limit=_MEMORY_LIMIT)
     if answers.at_peak_by_module is not None:
-        by_class = name_classes(answers.at_peak_by_module).group_by("rank", "name")
+        by_class = views.name_classes(answers.at_peak_by_module).group_by("rank", "name")
         sums = by_class.agg(pl.col("size_bytes", "share_ratio").sum()).sort(
             "size_bytes", "rank", "name", descending=[True, False, False]
         )
         columns = heads("rank", name="module", size_bytes="size", share_ratio="share")
         title = "Alive at the peak, by class of module"
         yield page_table(title, sums, columns, limit=_MEMORY_LIMIT)
-    operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(OUTSIDE))
+    operators = answers.by_operator.with_columns(name=pl.col("operator").fill_null(views.OUTSIDE))
     columns = heads("rank", name="operator", allocation_count="allocations",
                     allocated_bytes="allocated", freed_bytes="freed",
                     kept_bytes="kept")  # fmt: skip

@@ -104,12 +104,10 @@ class CachedPage:
             is_due = not header.is_running or age_ns > pause_s * NS_PER_S
         since = f" for {duration_text(header.duration_ns)}" if header.is_running else ""
         return {
-            "state": header.state,
-            "changed": changed,
-            "due": is_due,
+            "state": header.state, "changed": changed, "due": is_due,
             "text": f"job {header.outcome}{since}",
             "read": moment_text(read.time_ns)[-8:] if read is not None else None,
-        }
+        }  # fmt: skip
 
     def _has_news(self, read: _Read) -> bool:
         written_ns = last_write_ns(self._run)
@@ -126,14 +124,11 @@ POLICY = (
     "frame-ancestors 'none'"
 )
 _HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
+    "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
-}
+}  # fmt: skip
 _SCRIPT, _JSON = "text/javascript", "application/json"
 
 
@@ -141,11 +136,9 @@ class PageApp:
     """A WSGI application."""
 
     def __init__(
-        self,
-        page: CachedPage,
-        access: servers.Access,
+        self, page: CachedPage, access: servers.Access,
         open_trace: Callable[[Path], str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._page, self._access, self._open_trace = page, access, open_trace
         self._routes: dict[str, Callable[[Request], Response]] = {
             "/": self._html,
@@ -254,14 +247,9 @@ _PERFETTO_PORT = 9010
 
 
 def serve_page(
-    run: RunPaths,
-    *,
-    host: str,
-    port: int,
-    read_traces: bool,
-    baseline: str | None,
+    run: RunPaths, *, host: str, port: int, read_traces: bool, baseline: str | None,
     ready: Callable[[servers.Serving], None],
-) -> None:
+) -> None:  # fmt: skip
     """Serves the page until SIGINT or SIGTERM."""
     page = CachedPage(run, read_traces=read_traces, baseline=baseline)
     page.newest()

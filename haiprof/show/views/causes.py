@@ -196,29 +196,25 @@ def what_if_data(answers: WhatIfAnswers) -> dict[str, Any]:
     """The same as JSON."""
     own = answers.predictions.drop(_COMMON)
     return {
-        "path": str(answers.path),
-        **answers.common,
-        "explained_step_ns": answers.explained_step_ns,
-        "predictions": own.to_dicts(),
+        "path": str(answers.path), **answers.common,
+        "explained_step_ns": answers.explained_step_ns, "predictions": own.to_dicts(),
         "notes": answers.notes,
-    }
+    }  # fmt: skip
 
 
 def job_row(path: Path) -> dict[str, Any]:
     """A job replayed from its table of operations: mean steps in ns, and what stragglers cost."""
     what_if = OperationWhatIf(operation_table(path))
     return {
-        "path": str(path),
-        "measured_step_ns": float(what_if.measured_ns.mean()),
+        "path": str(path), "measured_step_ns": float(what_if.measured_ns.mean()),
         "reproduced_step_ns": float(what_if.reproduced_ns.mean()),
-        "error_ratio": what_if.error_ratio,
-        "ideal_step_ns": float(what_if.ideal_ns.mean()),
+        "error_ratio": what_if.error_ratio, "ideal_step_ns": float(what_if.ideal_ns.mean()),
         "slowdown_ratio": what_if.slowdown_ratio,
         "slowest_workers_ratio": what_if.slowest_workers_ratio(),
         "last_stage_ratio": what_if.last_stage_ratio(),
         **{f"by_{column}": what_if.by(column).to_dicts() for column in _GROUPS},
         "by_worker": what_if.by_worker().to_dicts(),
-    }
+    }  # fmt: skip
 
 
 @group()
@@ -317,14 +313,8 @@ def diff_view(diff: TraceDiff, verdict: Verdict) -> RenderableType:
 def diff_data(diff: TraceDiff, verdict: Verdict) -> dict[str, Any]:
     """The same as JSON, complete."""
     return {
-        "is_slower": verdict.is_slower,
-        "verdict": verdict.text,
-        "step_time": {
-            **asdict(diff.step_time),
-            "difference_ns": diff.step_time.difference_ns,
-            "change_ratio": diff.step_time.change_ratio,
-        },
-        "names": diff.names.to_dicts(),
-        "steps": diff.steps.to_dicts(),
-        "notes": list(diff.notes),
-    }
+        "is_slower": verdict.is_slower, "verdict": verdict.text,
+        "step_time": {**asdict(diff.step_time), "difference_ns": diff.step_time.difference_ns,
+                      "change_ratio": diff.step_time.change_ratio},
+        "names": diff.names.to_dicts(), "steps": diff.steps.to_dicts(), "notes": list(diff.notes),
+    }  # fmt: skip

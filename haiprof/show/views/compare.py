@@ -29,15 +29,8 @@ from haiprof.show.frame_table import Fields, PageTable, heads, page_records, pag
 from haiprof.show.text import markdown_table, markdown_text, printable, value_text
 from haiprof.show.views.blocks import more_lines, notes_block, one_line, plain_table, section
 from haiprof.show.views.device_ledger import damage_lines
+from haiprof.trace_analysis import diff
 from haiprof.trace_analysis.device_ledger import remedy_of
-from haiprof.trace_analysis.diff import (
-    IDLE_TIME,
-    KERNEL,
-    NOTHING,
-    OPERATORS,
-    ComparedRow,
-    DeviceComparison,
-)
 
 _MAIN_RATIO, _ALL_RATIO = 0.5, 0.995
 _SHOWN_RATIO = 0.001
@@ -89,11 +82,13 @@ def _certain_text(part: AccountChange | PositionChange, whole: str) -> str:
 
 def _cause(found: Comparison, parts: Sequence[AccountChange | PositionChange]) -> str:
     """What makes most of the difference, where one does."""
-    part = _main_part(found, parts)
-    if part is None:
+    main = _main_part(found, parts)
+    if main is None:
         return ""
-    how_much = "all" if part[1] >= _ALL_RATIO else f"{100 * part[1]:.0f} %"
-    return f": {_part_text(part[0])} makes {how_much} of it"
+    part, share = main
+    how_much = "all" if share >= _ALL_RATIO else f"{100 * share:.0f} %"
+    of = f"{printable(part.title)} ({_signed_ns(part.difference_ns)} a step)"
+    return f": {of} makes {how_much} of it"
 
 
 def _main_part(
@@ -103,10 +98,6 @@ def _main_part(
     whole = found.change.difference_ns or math.inf
     shares = ((one, one.difference_ns / whole) for one in parts)
     return next((it for it in shares if it[0].is_certain and it[1] >= _MAIN_RATIO), None)
-
-
-def _part_text(part: AccountChange | PositionChange) -> str:
-    return f"{printable(part.title)} ({_signed_ns(part.difference_ns)} a step)"
 
 
 def what_would_decide(found: Comparison) -> str:
@@ -239,8 +230,9 @@ def kernel_table(found: Comparison, *, limit: int) -> PageTable | None:
     if found.kernels is None:
         return None
     names = found.kernels.names.filter(pl.col("adjusted_p_value") <= COMPARE_P_VALUE)
-    if names.filter((pl.col("of") == KERNEL) & (pl.col("name") != NOTHING[KERNEL])).is_empty():
-        names = names.filter(pl.col("of") != KERNEL)  # without a kernel, no idle time
+    is_named = pl.col("name") != diff.NOTHING[diff.KERNEL]
+    if names.filter((pl.col("of") == diff.KERNEL) & is_named).is_empty():
+        names = names.filter(pl.col("of") != diff.KERNEL)  # without a kernel, no idle time
     columns = heads(of="", name="name", control_ns="before", test_ns="after",
                     difference_ns="difference", adjusted_p_value="p")  # fmt: skip
     title = "Traced steps: significant differences (all: haiprof compare --traces)"
@@ -358,7 +350,7 @@ _LEAST_OF_UNIT, _EQUAL_RATIO, _CLOSE_RATIO = 0.1, 0.01, 0.3
 """Of the larger one: 0.29 ms, not 290 µs; 130.9 to 108.9 ms, not 0.13 to 0.11 s."""
 
 
-def device_comparison_view(found: DeviceComparison, *, width: int) -> RenderableType:
+def device_comparison_view(found: diff.DeviceComparison, *, width: int) -> RenderableType:
     """The whole view, for a terminal of so many columns."""
     table = plain_table("before", "after", "change", "what", left=("what",))
     changed, room = [row for row in found.rows if row.difference_ns], max(width - _NUMBERS_WIDTH, 2)
@@ -366,7 +358,7 @@ def device_comparison_view(found: DeviceComparison, *, width: int) -> Renderable
         table.add_row(
             duration_text(row.before_ns), duration_text(row.after_ns),
             _change_text(row.difference_ns),
-            shorten(printable(_name_row(row) if row.of == OPERATORS else row.role), room),
+            shorten(printable(_name_row(row) if row.of == diff.OPERATORS else row.role), room),
         )  # fmt: skip
     device = "device" if found.on_device else "host"
     step = f"step {span_text(found.before_step_ns, found.after_step_ns)}"
@@ -384,15 +376,15 @@ def device_comparison_view(found: DeviceComparison, *, width: int) -> Renderable
     )
 
 
-def device_comparison_data(found: DeviceComparison) -> dict[str, Any]:
+def device_comparison_data(found: diff.DeviceComparison) -> dict[str, Any]:
     """The same as JSON."""
     return {"headline": comparison_headline(found), **asdict(found)}
 
 
-def comparison_headline(found: DeviceComparison) -> str:
+def comparison_headline(found: diff.DeviceComparison) -> str:
     """`GPU busy 2.00 to 0.04 ms: aten::convolution`."""
     span = span_text(found.before_busy_ns, found.after_busy_ns)
-    idles = [row for row in found.rows if row.of == IDLE_TIME]
+    idles = [row for row in found.rows if row.of == diff.IDLE_TIME]
     step_ns = max(found.before_step_ns, found.after_step_ns)
     change = found.after_step_ns - found.before_step_ns
     idle = "".join(
@@ -410,13 +402,13 @@ def comparison_headline(found: DeviceComparison) -> str:
     busy = f"GPU busy {span}" if found.on_device else f"host operators {span}"
     whole = found.after_busy_ns - found.before_busy_ns
     named = [
-        _name_row(row) if row.of == OPERATORS else _role_text(row.role) for row in found.rows
-        if row.of != IDLE_TIME and row.difference_ns / whole >= _SHARE_RATIO
+        _name_row(row) if row.of == diff.OPERATORS else _role_text(row.role) for row in found.rows
+        if row.of != diff.IDLE_TIME and row.difference_ns / whole >= _SHARE_RATIO
     ][:_NAMED]  # fmt: skip
     return f"{busy}: {'; '.join(named)}{idle}" if named else f"{busy}{idle}"
 
 
-def _name_row(row: ComparedRow) -> str:
+def _name_row(row: diff.ComparedRow) -> str:
     """A role with its operators: those of both sides with both times, else what replaced what."""
     old, new = dict(row.before), dict(row.after)
     if old.keys() == new.keys() == {row.role}:

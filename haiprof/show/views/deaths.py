@@ -349,12 +349,9 @@ def goodput_data(found: Goodput, runs: Sequence[Path], *, joined: str) -> dict[s
     from haiprof.run_analysis.restarts import ACCOUNTS
 
     return {
-        "schema": SCHEMA,
-        "runs": [str(run) for run in runs],
-        "joined_by": joined or None,
-        **found.summary(),
-        "has_ended": found.has_ended,
+        "schema": SCHEMA, "runs": [str(run) for run in runs], "joined_by": joined or None,
+        **found.summary(), "has_ended": found.has_ended,
         "accounts": dict.fromkeys(ACCOUNTS, 0) | dict(found.accounts),
         "residual_ns": found.residual_ns,
         "starts": [asdict(start) | {"lost_steps": start.lost_steps} for start in found.starts],
-    }
+    }  # fmt: skip

@@ -16,15 +16,7 @@ from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
 from haiprof.show.frame_table import Columns, frame_table, heads
 from haiprof.show.text import count_text, flops_text, printable, value_text
 from haiprof.show.views.blocks import bullets, notes_block, section
-from haiprof.trace_analysis.kernel_names import (
-    COMMUNICATION,
-    GPU_COMPUTE,
-    MEMORY,
-    PYTHON,
-    RUNTIME,
-    short_kernel_name,
-    split_geometry,
-)
+from haiprof.trace_analysis import kernel_names
 
 _EFFICIENCY_LIMIT = 14
 _EFFICIENCY_COLUMNS = heads("operator", "shapes", precision="type", count="calls", time_ns="time",
@@ -190,7 +182,7 @@ _HOST: dict[str, Columns] = {
                      median_ns="median", name="function"),
 }  # fmt: skip
 _COLUMNS: dict[str, dict[str, Columns]] = {
-    GPU_COMPUTE: {
+    kernel_names.GPU_COMPUTE: {
         ABNORMAL: heads("rank", "median_ns", others_median_ns="elsewhere", slower_ratio="slower by",
                         excess_ns="costs", name="kernel"),
         FUNCTIONS: heads("bottleneck_ratio", rank_count="ranks", count="calls", median_ns="median",
@@ -199,13 +191,13 @@ _COLUMNS: dict[str, dict[str, Columns]] = {
                      occupancy_ratio="mean occupancy", pace_ratio="kernels' time by others'",
                      gpu_name="GPU"),
     },
-    MEMORY: {
+    kernel_names.MEMORY: {
         ABNORMAL: heads("rank", "why", "bottleneck_ratio", "bandwidth_bytes_per_s",
                         others_bandwidth_bytes_per_s="elsewhere", name="operation"),
         FUNCTIONS: heads("bottleneck_ratio", rank_count="ranks", count="calls", median_ns="median",
                          bandwidth_bytes_per_s="bandwidth", name="operation"),
     },
-    COMMUNICATION: {
+    kernel_names.COMMUNICATION: {
         ABNORMAL: heads("rank", "why", "type", "bottleneck_ratio",
                         others_bottleneck_ratio="elsewhere", bandwidth_bytes_per_s="bandwidth",
                         others_bandwidth_bytes_per_s="elsewhere"),
@@ -216,8 +208,8 @@ _COLUMNS: dict[str, dict[str, Columns]] = {
                      transfer_ns="transfers", bandwidth_bytes_per_s="bandwidth",
                      bandwidth_std_bytes_per_s="spread"),
     },
-    RUNTIME: _HOST,
-    PYTHON: _HOST,
+    kernel_names.RUNTIME: _HOST,
+    kernel_names.PYTHON: _HOST,
 }  # fmt: skip
 _NO_SAMPLES = (
     "no sample belongs to one function: samples are further apart than functions last; `--burst` "
@@ -298,7 +290,7 @@ def shown_tables(
         if known and not (name == ABNORMAL and rank_count < FAR_MIN_RANKS):
             if "name" in table.columns:  # to a line: kernels without arguments, the end of stacks
                 names = table["name"].unique().to_list()
-                plain = stack_labels(names) if report.kind == PYTHON else \
+                plain = stack_labels(names) if report.kind == kernel_names.PYTHON else \
                     {each: kernel_label(each) for each in names}  # fmt: skip
                 short = pl.col("name").replace_strict(plain, return_dtype=pl.String)
                 table = table.with_columns(short)
@@ -338,10 +330,10 @@ def _label(calls: Sequence[str], fork: int | None) -> str:
 
 def kernel_label(name: str) -> str:
     """A kernel's short name; of PyTorch's generic ones also what they do: `reduce_kernel [sum]`."""
-    plain, geometry = split_geometry(name)
+    plain, geometry = kernel_names.split_geometry(name)
     if geometry:
         return kernel_label(plain) + geometry
-    short = short_kernel_name(name)
+    short = kernel_names.short_kernel_name(name)
     if not short.startswith("at::native::") or not short.endswith("_kernel"):
         return short
     plain = short.removeprefix("at::native::")

@@ -31,26 +31,17 @@ def jobs_view(jobs: Sequence[JobNow], *, colored: bool = False) -> RenderableTyp
     names = ("pid", "for", "ranks", "step", "each", "split", "cpu", "gpu", *users, "id")
     rows: list[tuple[str | Text, ...]] = [
         (
-            str(job.pid),
-            duration_text(job.elapsed_ns),
+            str(job.pid), duration_text(job.elapsed_ns),
             _count_text(job.rank_count, job.world_size)
             + (f" on {len(job.hosts)} nodes" if len(job.hosts) > 1 else ""),
-            MISSING if job.step is None else str(job.step + 1),
-            duration_text(job.step_ns),
-            split_text(job.split, width=_WIDE_BAR, colored=colored),
-            _number(job.cpu_cores),
-            ratio_text(job.gpu_ratio),
-            *(job.user or "" for _ in users),
-            one_line(job.id),
+            MISSING if job.step is None else str(job.step + 1), duration_text(job.step_ns),
+            split_text(job.split, width=_WIDE_BAR, colored=colored), _number(job.cpu_cores),
+            ratio_text(job.gpu_ratio), *(job.user or "" for _ in users), one_line(job.id),
         )
         for job in jobs
-    ]
-    table = FittingTable(
-        names,
-        rows,
-        left=("split", *users, "id"),
-        first_to_go=("cpu", "ranks", "gpu", "for", "split"),
-    )
+    ]  # fmt: skip
+    table = FittingTable(names, rows, left=("split", *users, "id"),
+                         first_to_go=("cpu", "ranks", "gpu", "for", "split"))  # fmt: skip
     notes = [
         Text(f"{printable(job.name)}: {printable(said)}", style=style)
         for style, say in (("dim", attrgetter("problem")), ("", attrgetter("verdict")),
@@ -129,13 +120,9 @@ def move(selection: Selection, key: str, jobs: Sequence[JobNow]) -> Selection | 
 
 
 def top_view(
-    jobs: Sequence[JobNow],
-    selection: Selection,
-    *,
-    height: int | None = 24,
-    width: int = 80,
+    jobs: Sequence[JobNow], selection: Selection, *, height: int | None = 24, width: int = 80,
     colored: bool = True,
-) -> RenderableType:
+) -> RenderableType:  # fmt: skip
     """One frame."""
     if not jobs:
         return Text("no job runs under haiprof here; start one: haiprof train.py")
@@ -184,14 +171,10 @@ def _jobs(
         table.add_row(
             printable(job.id) + (f" ({job.user})" if job.user else ""),
             _count_text(len(job.ranks), job.world_size),
-            _step(job.step, all(r.step_is_exact for r in job.ranks)),
-            duration_text(job.step_ns),
-            *bar,
-            _number(job.cpu_cores),
-            ratio_text(job.gpu_ratio),
-            *line,
+            _step(job.step, all(r.step_is_exact for r in job.ranks)), duration_text(job.step_ns),
+            *bar, _number(job.cpu_cores), ratio_text(job.gpu_ratio), *line,
             style="reverse" if at == selection.job else "",
-        )
+        )  # fmt: skip
     return table
 
 
@@ -251,16 +234,14 @@ def _top_ranks(
     for at in shown:
         rank = job.ranks[at]
         table.add_row(
-            str(rank.rank),
-            *(one_line(rank.host or MISSING) for _ in hosts),
-            _step(rank.step, rank.step_is_exact),
-            duration_text(rank.step_ns),
+            str(rank.rank), *(one_line(rank.host or MISSING) for _ in hosts),
+            _step(rank.step, rank.step_is_exact), duration_text(rank.step_ns),
             *([] if narrow else [split_text(rank.split, width=_BAR, colored=colored)]),
             _number(rank.counters.get("cpu_cores")),
             ratio_text(rank.counters.get("utilization_ratio")),
             "stopped" if rank.stopped else "stalled" if is_stalled(rank) else _line(rank.times_ns),
             style="reverse" if at == selection.rank else "",
-        )
+        )  # fmt: skip
     return table
 
 

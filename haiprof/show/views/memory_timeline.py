@@ -38,14 +38,13 @@ def categories_at_peak(timeline: pl.DataFrame) -> pl.DataFrame:
     peak = timeline.row(int(timeline["total_bytes"].arg_max() or 0), named=True)
     rows = [
         {
-            "name": name.replace("_", " "),
-            "at_peak_bytes": peak[f"{name}_bytes"],
+            "name": name.replace("_", " "), "at_peak_bytes": peak[f"{name}_bytes"],
             "share_ratio": peak[f"{name}_bytes"] / max(peak["total_bytes"], 1),
             "max_bytes": timeline[f"{name}_bytes"].max(),
             "end_bytes": timeline[f"{name}_bytes"][-1],
         }
         for name in CATEGORIES
-    ]
+    ]  # fmt: skip
     return pl.DataFrame(rows).sort("at_peak_bytes", descending=True)
 
 
@@ -102,13 +101,10 @@ def snapshot_answers(path: Path) -> SnapshotAnswers:
     by_line = sum_by_line(found).with_columns(share_ratio=pl.col("size_bytes") / total)
     history = memory_history(found)
     return SnapshotAnswers(
-        devices=devices,
-        by_line=by_line,
+        devices=devices, by_line=by_line, event_count=found.events.height,
         failed=failed.select("device", "time_ns", "line", "size_bytes", "device_free_bytes"),
-        event_count=found.events.height,
-        timeline=history.levels,
-        history_by_line=history.by_line,
-    )
+        timeline=history.levels, history_by_line=history.by_line,
+    )  # fmt: skip
 
 
 def snapshot_view(answers: SnapshotAnswers) -> RenderableType:

@@ -31,13 +31,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 def doctor_view(
-    counters: Sequence[CounterState],
-    tools: Sequence[Tool],
-    permissions: Sequence[Permission],
-    *,
-    node: Software,
-    every_row: bool,
-) -> RenderableType:
+    counters: Sequence[CounterState], tools: Sequence[Tool], permissions: Sequence[Permission], *,
+    node: Software, every_row: bool,
+) -> RenderableType:  # fmt: skip
     """The whole view."""
     parts = [*_missing(counters), *_available(counters)]
     denied = [each for each in permissions if each.status != "available"]

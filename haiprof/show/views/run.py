@@ -48,13 +48,10 @@ from haiprof.show.views.blocks import (
 from haiprof.show.views.trace_files import nccl_block
 
 _SWITCHES = {
-    "anomaly": "anomaly detection",
-    "deterministic": "deterministic algorithms",
-    "cudnn_benchmark": "cudnn.benchmark",
-    "cudnn_deterministic": "cudnn.deterministic",
-    "tracemalloc": "tracemalloc",
-    "developer_mode": "python -X dev",
-}
+    "anomaly": "anomaly detection", "deterministic": "deterministic algorithms",
+    "cudnn_benchmark": "cudnn.benchmark", "cudnn_deterministic": "cudnn.deterministic",
+    "tracemalloc": "tracemalloc", "developer_mode": "python -X dev",
+}  # fmt: skip
 
 
 def setting_rows(settings: RankSettings) -> list[tuple[str, str]]:
@@ -81,10 +78,8 @@ def _model_text(model: ModelSettings) -> str:
     parts.append(f"in {count_text(model.tensor_count or 0, 'tensor')}")
     if model.trainable_ratio is not None and model.trainable_ratio < 1:
         parts.append(f"{ratio_text(model.trainable_ratio)} trained")
-    parts += [
-        " and ".join(sorted(model.dtypes)),
-        f"on {' and '.join(model.devices) or 'no device'}",
-    ]
+    parts.append(" and ".join(sorted(model.dtypes)))
+    parts.append(f"on {' and '.join(model.devices) or 'no device'}")
     if model.fsdp_unit_count:
         parts.append(count_text(model.fsdp_unit_count, "FSDP unit"))
     if model.ddp is not None:
@@ -254,18 +249,13 @@ def _machine(
 
 
 _EVENT_TITLES = {
-    "gc": "garbage collection",
-    "save": "checkpoint save",
-    "eval": "evaluation forward",
-    "dataloader_iter": "dataloader start",
-    "nograd_forward": "forward without gradients",
-}
+    "gc": "garbage collection", "save": "checkpoint save", "eval": "evaluation forward",
+    "dataloader_iter": "dataloader start", "nograd_forward": "forward without gradients",
+}  # fmt: skip
 _BOUNDARIES = {
-    "dataloader": "a step begins with its batch",
-    "optimizer": "a step ends with its optimizer",
-    "backward": "a step ends with its backward",
-    **WORDS,
-}
+    "dataloader": "a step begins with its batch", "optimizer": "a step ends with its optimizer",
+    "backward": "a step ends with its backward", **WORDS,
+}  # fmt: skip
 
 
 def rank_view(summary: OneRankSummary) -> RenderableType:

@@ -24,12 +24,9 @@ from haiprof.trace_analysis.merge import MergeReport
 def row_of(graph: ChakraGraph, path: Path) -> dict[str, Any]:
     """The row of one rank."""
     return {
-        "rank": graph.rank,
-        "path": str(path),
-        "nodes": len(graph.nodes),
-        "data_dependencies": len(graph.edges),
-        "types": graph.type_counts,
-    }
+        "rank": graph.rank, "path": str(path), "nodes": len(graph.nodes),
+        "data_dependencies": len(graph.edges), "types": graph.type_counts,
+    }  # fmt: skip
 
 
 def chakra_view(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> RenderableType:
@@ -55,12 +52,11 @@ def link_view(shares: Sequence[LinkShare], alone: Sequence[str]) -> RenderableTy
     table = plain_table("rank", "linked by", *counts, left=("linked by",))
     for share in shares:
         table.add_row(
-            str(share.rank),
-            share.linked_by or "-",
+            str(share.rank), share.linked_by or "-",
             _part(share.linked_count, share.linkable_count),
             _part(share.operator_linked_count, share.operator_count),
             _part(share.kernel_linked_count, share.kernel_count),
-        )
+        )  # fmt: skip
     return Group(table, *_remarks(shares, alone))
 
 
