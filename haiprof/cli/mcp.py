@@ -67,9 +67,7 @@ def mcp() -> None:
             "haiprof mcp needs the MCP SDK (mcp, version 2 or newer)",
             hint="pip install 'haiprof[mcp]'",
         ) from None
-    server = MCPServer(
-        "haiprof", instructions=INSTRUCTIONS, version=__version__, log_level="ERROR"
-    )  # fmt: skip
+    server = MCPServer("haiprof", instructions=INSTRUCTIONS, version=__version__, log_level="ERROR")
     tools = Tools(default_log_dir().absolute())
     read_only = ToolAnnotations(read_only_hint=True, open_world_hint=False)
     for tool in (tools.runs, tools.verdict, tools.ledger, tools.lines, tools.ranks, tools.compare,

@@ -157,13 +157,10 @@ def report(
 
 
 def view(
-    directory: Path | None = shared.RUN_DIR,
-    port: int = replace(PORT, default=5000),
-    host: str = HOST,
-    no_browser: bool = NO_BROWSER,
-    baseline: str | None = shared.BASELINE,
+    directory: Path | None = shared.RUN_DIR, port: int = replace(PORT, default=5000),
+    host: str = HOST, no_browser: bool = NO_BROWSER, baseline: str | None = shared.BASELINE,
     read_traces: bool = READ_TRACES,
-) -> None:
+) -> None:  # fmt: skip
     """Show the page of `haiprof report` in a browser, also while the job runs.
 
     Ctrl-C ends it, and nothing is left behind. Only who has the printed address can open it,

@@ -165,21 +165,15 @@ def doctor(
       srun --ntasks-per-node 1 haiprof doctor         on each node of a job
     """
     from haiprof.agent.burst import find_nsys
-    from haiprof.agent.samplers.registry import (
-        counter_row,
-        find_permissions,
-        find_tools,
-        software,
-        survey,
-    )
+    from haiprof.agent.samplers import registry
     from haiprof.agent.samplers.table import Node
     from haiprof.show.views.prepare import doctor_view
 
-    counters = survey(Node(host=socket.gethostname(), pid=os.getpid()))
+    counters = registry.survey(Node(host=socket.gethostname(), pid=os.getpid()))
     nsys = find_nsys(os.environ)
-    tools = find_tools(known={"nsys": nsys} if isinstance(nsys, str) else {})
-    permissions, node = find_permissions(), software()
-    rows = [counter_row(state) for state in counters]
+    tools = registry.find_tools(known={"nsys": nsys} if isinstance(nsys, str) else {})
+    permissions, node = registry.find_permissions(), registry.software()
+    rows = [registry.counter_row(state) for state in counters]
     output.show(
         lambda _: doctor_view(counters, tools, permissions, node=node, every_row=every_row),
         {"counters": rows, "tools": tools, "permissions": permissions, "node": node},

@@ -114,10 +114,9 @@ def _has_small_traces(run: RunPaths) -> bool:
 
 def print_stored(answer: dict[str, Any]) -> None:
     """Prints a kept output: text and colours, and nothing else that a terminal obeys."""
-    sys.stdout.write(_safe(answer["stdout"]))
-    sys.stdout.flush()
-    sys.stderr.write(_safe(answer["stderr"]))
-    sys.stderr.flush()
+    for stream, text in ((sys.stdout, answer["stdout"]), (sys.stderr, answer["stderr"])):
+        stream.write(_safe(text))
+        stream.flush()
 
 
 class Recording:

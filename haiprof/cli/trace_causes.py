@@ -58,13 +58,10 @@ def print_faults(output: Output, analysis: TraceQuestions, *answers: str) -> lis
 
 
 def efficiency(
-    traces: Path = shared.TRACES,
-    steps: str | None = shared.STEP_RANGE,
-    peak: str | None = shared.PEAK_OPTION,
-    formulas: Path | None = shared.FORMULAS_OPTION,
-    window: int | None = shared.WINDOW,
-    output: Output = shared.OUTPUT,
-) -> None:
+    traces: Path = shared.TRACES, steps: str | None = shared.STEP_RANGE,
+    peak: str | None = shared.PEAK_OPTION, formulas: Path | None = shared.FORMULAS_OPTION,
+    window: int | None = shared.WINDOW, output: Output = shared.OUTPUT,
+) -> None:  # fmt: skip
     """Show MFU and HFU of traced steps, and which operators are far from the roofline.
 
     FLOPs and bytes are computed from recorded shapes: traces need record_shapes.
@@ -220,11 +217,9 @@ def _parse_one(text: str) -> Change:
 
 
 def memory_timeline(
-    traces: Path = shared.TRACES,
-    rank: int | None = shared.RANK,
-    window: int | None = shared.WINDOW,
-    output: Output = shared.OUTPUT,
-) -> None:
+    traces: Path = shared.TRACES, rank: int | None = shared.RANK,
+    window: int | None = shared.WINDOW, output: Output = shared.OUTPUT,
+) -> None:  # fmt: skip
     """Show memory over time and what was alive at the peak, by operator.
 
     It needs traces that were recorded with --trace-memory (torch.profiler: profile_memory=True).

@@ -19,17 +19,8 @@ from haiprof.base.units import NS_PER_MS, NS_PER_S, SPACES, visible
 from haiprof.run_analysis.counter_sources import RawSeries, raw_counters
 from haiprof.run_analysis.run_files import RunFiles
 from haiprof.run_analysis.run_frames import RunFrames
+from haiprof.run_format import otel_names as otel
 from haiprof.run_format.entities import PROCESS_KEYS, Key, process_key
-from haiprof.run_format.otel_names import (
-    SCHEMA_URL,
-    Family,
-    Instrument,
-    Sample,
-    entity_attributes,
-    families,
-    instrument,
-    series_labels,
-)
 
 _LIST_SEPARATOR = "; "
 _ROWS_AT_ONCE = 100_000
@@ -199,19 +190,19 @@ def _node_resource(run: RunIdentity, host: str) -> dict[str, str | int]:
 def _resource_metrics(
     resource: Attributes, series: Sequence[RawSeries], version: str
 ) -> Iterator[str]:
-    by_name: dict[str, list[tuple[Instrument, RawSeries]]] = {}
+    by_name: dict[str, list[tuple[otel.Instrument, RawSeries]]] = {}
     for each in series:
-        meaning = instrument(each.source, each.column.name)
+        meaning = otel.instrument(each.source, each.column.name)
         by_name.setdefault(meaning.name, []).append((meaning, each))
     scope = {"name": "haiprof", "version": version}
     yield f'{{"resource":{_json({"attributes": _attributes(resource)})},"scopeMetrics":['
     yield f'{{"scope":{_json(scope)},"metrics":['
     for at, parts in enumerate(by_name.values()):
         yield ("," if at else "") + _json(_metric(parts))
-    yield f'],"schemaUrl":"{SCHEMA_URL}"}}],"schemaUrl":"{SCHEMA_URL}"}}'
+    yield f'],"schemaUrl":"{otel.SCHEMA_URL}"}}],"schemaUrl":"{otel.SCHEMA_URL}"}}'
 
 
-def _metric(parts: Sequence[tuple[Instrument, RawSeries]]) -> dict[str, Any]:
+def _metric(parts: Sequence[tuple[otel.Instrument, RawSeries]]) -> dict[str, Any]:
     meaning = parts[0][0]
     points = [point for own, series in parts for point in _points(own, series)]
     metric = {"name": meaning.name, "description": meaning.description, "unit": meaning.unit}
@@ -222,11 +213,11 @@ def _metric(parts: Sequence[tuple[Instrument, RawSeries]]) -> dict[str, Any]:
     return {**metric, "sum": kind}
 
 
-def _points(meaning: Instrument, series: RawSeries) -> Iterator[dict[str, Any]]:
+def _points(meaning: otel.Instrument, series: RawSeries) -> Iterator[dict[str, Any]]:
     of_process = series.keys == PROCESS_KEYS
     own: dict[str, str | int] = {**meaning.attributes}
     if series.key and not of_process:
-        own |= entity_attributes(series.source, series.keys, series.key, series.entity)
+        own |= otel.entity_attributes(series.source, series.keys, series.key, series.entity)
     if series.rank is not None and not of_process:
         own["haiprof.rank"] = series.rank
     attributes = _attributes(own)
@@ -250,21 +241,21 @@ def _json(value: Any) -> str:  # noqa: ANN401 - any JSON value
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def last_values(series: Iterable[RawSeries], *, run: str) -> list[Family]:
+def last_values(series: Iterable[RawSeries], *, run: str) -> list[otel.Family]:
     """The samples that Prometheus would have scraped last."""
     samples = []
     for each in series:
-        meaning = instrument(each.source, each.column.name)
-        labels = series_labels(
+        meaning = otel.instrument(each.source, each.column.name)
+        labels = otel.series_labels(
             meaning, run=run, host=each.host, keys=each.keys, key=each.key, entity=each.entity,
             rank=each.rank,
         )  # fmt: skip
         value, time_ns = each.values[-1].item() / meaning.divisor, int(each.time_ns[-1])
-        samples.append(Sample(instrument=meaning, labels=labels, value=value, time_ns=time_ns))
-    return families(samples)
+        samples.append(otel.Sample(instrument=meaning, labels=labels, value=value, time_ns=time_ns))
+    return otel.families(samples)
 
 
-def exposition(found: Iterable[Family]) -> Iterator[str]:
+def exposition(found: Iterable[otel.Family]) -> Iterator[str]:
     """The text format, family by family."""
     for family in found:
         name = family.instrument.prometheus_sample_name

@@ -185,11 +185,10 @@ class HtaMethods:
         if allowlist_patterns:
             found = found.filter(pl.col("name").str.contains("|".join(allowlist_patterns)))
         found = _longest(found, num_kernels, duration_ratio)
-        drawn, title = (
-            found.with_columns(kind="category"),
-            "<b>Annotated ranges with the most time</b>",
-        )
-        _draw(visualize, "top_kernels_figure", drawn, renderer=image_renderer, title=title)
+        _draw(
+            visualize, "top_kernels_figure", found.with_columns(kind="category"),
+            renderer=image_renderer, title="<b>Annotated ranges with the most time</b>",
+        )  # fmt: skip
         return found.select(*_NAMED, "rank").sort("name", "rank")
 
     def get_gpu_kernels_with_user_annotations(

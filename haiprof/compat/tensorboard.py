@@ -15,16 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from haiprof.base import safe_files
 from haiprof.base.errors import HaiprofError, MissingExtraError, TraceFormatError, convert_os_errors
 from haiprof.base.local_http import GuardedHandler, GuardedServer, own_readers
-from haiprof.base.safe_files import (
-    MadeFolder,
-    list_folder,
-    make_folder,
-    make_link,
-    remove_file,
-    remove_folder,
-)
 from haiprof.base.stop_signal import stop_event
 from haiprof.compat.torch_profiler.loading import patch_loading, stop_loading
 from haiprof.compat.torch_profiler.pages import Pages
@@ -77,10 +70,10 @@ class Layout:
 
     def _link(self, folder: Path, members: Sequence[Worker]) -> None:
         # Made elsewhere first: TensorBoard must not find it incomplete.
-        fresh = MadeFolder.temporary(".haiprof-", self.below)
+        fresh = safe_files.MadeFolder.temporary(".haiprof-", self.below)
         try:
             for name, worker in link_names(members).items():
-                make_link(fresh.path / name, worker.path.resolve(), below=self.below)
+                safe_files.make_link(fresh.path / name, worker.path.resolve(), below=self.below)
             fresh.move(folder)
         except OSError:
             fresh.remove()
@@ -94,16 +87,16 @@ class Layout:
                 continue
             for name in _names(folder, self.below):
                 if _LINK.fullmatch(name) and (folder / name).is_symlink():
-                    remove_file(folder / name, below=self.below)
+                    safe_files.remove_file(folder / name, below=self.below)
             with contextlib.suppress(OSError):  # it holds files of others
-                remove_folder(folder, below=self.below)
+                safe_files.remove_folder(folder, below=self.below)
         with contextlib.suppress(OSError):
-            remove_folder(self.traces, below=self.below)
+            safe_files.remove_folder(self.traces, below=self.below)
 
 
 def _names(folder: Path, below: Path) -> list[str]:
     try:
-        return list_folder(folder, below=below)
+        return safe_files.list_folder(folder, below=below)
     except FileNotFoundError:
         return []
 
@@ -131,12 +124,12 @@ def open_layout(run: RunPaths | None, source: Path) -> Iterator[Layout]:
         if run is not None and _is_ours(run):
             layout = Layout(folder=run.tensorboard, below=run.root, source=source)
         else:
-            base = stack.enter_context(MadeFolder.temporary("haiprof-tensorboard-"))
+            base = stack.enter_context(safe_files.MadeFolder.temporary("haiprof-tensorboard-"))
             layout = Layout(folder=base / "log", below=base, source=source, is_temporary=True)
         try:
             with convert_os_errors(HaiprofError, f"{layout.folder}: cannot be written"):
                 layout.unlink_windows()  # of an earlier server that was killed
-                make_folder(layout.traces, below=layout.below)
+                safe_files.make_folder(layout.traces, below=layout.below)
                 yield layout
         finally:
             with contextlib.suppress(OSError):
@@ -146,7 +139,7 @@ def open_layout(run: RunPaths | None, source: Path) -> Iterator[Layout]:
 def _is_ours(run: RunPaths) -> bool:
     """Whether only this user can write event files and links there."""
     try:
-        make_folder(run.tensorboard / "traces", below=run.root, own=True)
+        safe_files.make_folder(run.tensorboard / "traces", below=run.root, own=True)
     except OSError:
         return False
     return os.access(run.root, os.W_OK) and os.access(run.tensorboard, os.W_OK)
@@ -211,7 +204,7 @@ def _keep_temporary_files_together() -> None:
     It removes its own at exit, but not where closing its cache fails first (a trace was loading).
     What is registered first runs last: ours comes after its own.
     """
-    folder = MadeFolder.temporary("haiprof-tensorboard-")
+    folder = safe_files.MadeFolder.temporary("haiprof-tensorboard-")
     atexit.register(folder.remove)
     vars(sys.modules["tempfile"])["tempdir"] = str(folder.path)
 
