@@ -253,7 +253,6 @@ HTML_FILE = option(
     "--html FILE", "Write this as a part of the report page, into one self-contained HTML file."
 )
 
-
 JOB_NAME = argument(
     "JOB",
     "A running job: its id, its name, its script's name, the id of one of its processes, "

@@ -100,7 +100,6 @@ def _why_none(found: FlameSource) -> str:
 LINE_PARTS = (*POSITIONS, *(name for name in CODE_PHASES if name not in POSITIONS))
 """What lines can be asked about: positions, and phases where the ledger has none."""
 
-
 _WITHOUT_LINE = (
     "without a line, so not in these tables: the model's own time without a CPU core, collections, "
     "and waits for peers, links, loaders and the interpreter (haiprof verdict --all)"

@@ -54,7 +54,6 @@ def frame_table(
 _GAP = 2
 _NAME_WIDTH, _TEXT_WIDTH = 16, 24
 
-
 _POINTS = ("ts_ns", "start_ns", "end_ns")
 """Columns that are points in time: of a clock that began with the machine, or in 1970."""
 _UNIX_NS = 10**17

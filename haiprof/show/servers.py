@@ -28,7 +28,6 @@ from haiprof.trace_format.find import merged_files
 _TRIES = 100
 _BUSY = (errno.EADDRINUSE, errno.EACCES)
 
-
 # A redirect would belong to the page that linked here, perhaps a file on the disk, and Chromium
 # then sends no cookie that is strictly this site's. It would also ask for a missing icon.
 FIRST_PAGE = (

@@ -75,10 +75,8 @@ def phase_split(settled: pl.DataFrame, *, clock: str = "host") -> dict[str, floa
 
 PROCESS, HOST, GPU = "process", "host", "gpu"
 
-
 _OfRanks = dict[tuple[str, int | None], dict[str, MetricStat]]
 """Metrics by source and rank."""
-
 
 _HIGHEST = ("memory_rss_bytes", "memory_used_bytes", "memory_total_bytes", "cpu_count")
 """Metrics of which the highest value is shown; of others the mean."""

@@ -200,7 +200,6 @@ PANEL_ROWS = (
     )),
 )  # fmt: skip
 
-
 PANELS = tuple(each for row in PANEL_ROWS for each in row.panels)
 
 

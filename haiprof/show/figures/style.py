@@ -65,7 +65,6 @@ AXIS = {
 }  # fmt: skip
 TIME_AXIS = {**AXIS, "ticksuffix": " s"}
 
-
 CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False}
 
 

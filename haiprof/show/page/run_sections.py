@@ -37,7 +37,6 @@ _SLOW_LIMIT, _LATE_LIMIT = 5, 16
 _NO_TRACES = "no traces in this run: `--trace` records a window"
 _UNSET: tuple[object, ...] = (None, False, "", [], {})
 
-
 _NODES: Fields = (
     (lambda node: printable(node.host or MISSING), "host"), ("cpu_count", "CPUs"),
     ("cpu_utilization_ratio", "CPU"), ("memory_used_bytes", "memory used"),
@@ -45,7 +44,6 @@ _NODES: Fields = (
     ("disk_write_bytes_per_s", "disk write"), ("network_receive_bytes_per_s", "received"),
     ("network_transmit_bytes_per_s", "sent"),
 )  # fmt: skip
-
 
 _RANKS: Fields = (
     (rank_name, "rank"), (lambda rank: printable(rank.host or MISSING), "host"),

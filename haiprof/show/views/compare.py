@@ -43,7 +43,6 @@ _SHOWN, _KERNELS, _MARKDOWN_ROWS = 8, 5, 20
 _FOLDED = ("name", "before", "after")
 """Columns of text that take several lines where they are long."""
 
-
 _TIME_WORDS = {"slower": "more time", "faster": "less time"}
 
 

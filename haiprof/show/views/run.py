@@ -338,7 +338,6 @@ _EVENTS: Fields = (
     ("total_ns", "total"), ("max_ns", "longest"),
 )  # fmt: skip
 
-
 _LINES = 8
 _MOST_GROUPS = 40
 _TITLES = {**PHASE_TITLES, "other_threads": "other Python threads while they used a core"}
