@@ -23,16 +23,9 @@ from haiprof.base.messages import print_message
 from haiprof.base.options import Options
 from haiprof.base.safe_files import make_folder, remove_file
 from haiprof.base.units import shorten
+from haiprof.linux import procfs
 from haiprof.linux.processes import ProcessTree
-from haiprof.linux.procfs import (
-    has_mapped,
-    process_exists,
-    process_state,
-    read_start_ticks,
-    still_runs,
-    strings,
-    variables,
-)
+from haiprof.linux.procfs import process_exists, process_state, still_runs, strings, variables
 from haiprof.run_format import control
 from haiprof.run_format.boot import BOOT_FOLDER
 from haiprof.run_format.clock import ClockAnchor
@@ -352,7 +345,7 @@ class Relay:
             rank, attempt = peer.rank, peer.attempt = hello["rank"], hello["attempt"]
             peer.name = f"{rank}.{attempt}" if attempt else str(rank)
             if peer.given >= 0 and _is_ring(peer.given):
-                ticks = read_start_ticks(_ROOT, peer.pid) if peer.pid else None
+                ticks = procfs.read_start_ticks(_ROOT, peer.pid) if peer.pid else None
                 paths = self.run.rank(rank, attempt)
                 self._rings.append(_HeldRing(peer.given, peer.pid, ticks, paths))
                 peer.given = -1
@@ -446,7 +439,7 @@ def find_unreported(
             return met, found  # it has ended, or belongs to another user
         label = _LABELLED if any(name in environ for name in _RANK_VARIABLES) else _NOTHING
         blocked = _why_blocked(argv, environ, root, boot_dir) if met <= label else None
-        if blocked and (label or has_mapped(pid, b"libtorch", proc=root / "proc")):
+        if blocked and (label or procfs.has_mapped(pid, b"libtorch", proc=root / "proc")):
             command = shorten(" ".join(mask_command(argv)), _COMMAND_CHARS)
             found = [Unreported(pid=pid, command=command, reason=blocked[0], remedy=blocked[1])]
         return max(met, label), found

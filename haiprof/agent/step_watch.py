@@ -22,26 +22,9 @@ from haiprof.base.medians import MAD_TO_SIGMA, mean_median
 from haiprof.base.trace_options import HangLimit
 from haiprof.base.units import NS_PER_S, duration_text, ratio_text
 from haiprof.linux.procfs import TICK_NS, process_state, read_stat
+from haiprof.run_format import schema
 from haiprof.run_format.control import read_object
 from haiprof.run_format.layout import RankPaths
-from haiprof.run_format.schema import (
-    BACKWARD,
-    COLLECTIVE,
-    DATA,
-    DATA_END,
-    DATA_ITER,
-    EVAL,
-    FORWARD,
-    FORWARD_EVAL,
-    GC,
-    MARK,
-    NOGRAD,
-    OPTIMIZER,
-    PHASES,
-    SAVE,
-    TAG_BITS,
-    TAG_MASK,
-)
 
 if TYPE_CHECKING:
     from haiprof.linux.processes import Process
@@ -68,7 +51,10 @@ ASK_NS = 60 * NS_PER_S  # maximum interval at which ranks without spans are aske
 SUSPENDED_NS = 4 * NS_PER_S  # it looks every 2 s: after so long it was stopped, and so the job
 NOTED_NS = 10 * NS_PER_S  # minimum length of a suspension that is noted: less is a busy node
 _SURE_REPEATS = 32
-_ENDS = (COLLECTIVE, FORWARD, FORWARD_EVAL, NOGRAD, EVAL, DATA, BACKWARD, OPTIMIZER, MARK)
+_ENDS = (
+    schema.COLLECTIVE, schema.FORWARD, schema.FORWARD_EVAL, schema.NOGRAD, schema.EVAL, schema.DATA,
+    schema.BACKWARD, schema.OPTIMIZER, schema.MARK,
+)  # fmt: skip
 """What may end a step, the surest last: what comes later in this order takes an earlier one's
 place, all but the last two after they have repeated so often."""
 _READ_LIMIT_BYTES = 1 << 20
@@ -76,7 +62,8 @@ _KEPT_STEPS = 3000
 _KEPT_WINDOWS = 8
 _MEDIAN_ERROR = 1.2533 * MAD_TO_SIGMA  # times the median deviation over the root of the count
 
-_WITHIN = {EVAL: 1, NOGRAD: 2, SAVE: 4, DATA_END: 8, DATA_ITER: 8}
+_WITHIN = {schema.EVAL: 1, schema.NOGRAD: 2, schema.SAVE: 4, schema.DATA_END: 8,
+           schema.DATA_ITER: 8}  # fmt: skip
 _ODD = 16  # the step was traced, or the job was stopped in it
 
 
@@ -196,11 +183,11 @@ class RankWatch:
                 self.over, self.exited = True, line.get("reason") == "exit"
         before = self.alive_ns
         words = array("q")
-        words.frombytes(self._spans.read(multiple=PHASES.record_bytes))
+        words.frombytes(self._spans.read(multiple=schema.PHASES.record_bytes))
         if self._spans.skipped:
             self._end_ns = 0
         for start, end in zip(words[::2], words[1::2], strict=True):
-            self._take(start & TAG_MASK, end & TAG_MASK, end >> TAG_BITS)
+            self._take(start & schema.TAG_MASK, end & schema.TAG_MASK, end >> schema.TAG_BITS)
         if self.alive_ns == before:
             return False
         self._seen_ns = now_ns
@@ -292,7 +279,7 @@ class RankWatch:
         )  # fmt: skip
 
     def _take(self, kind: int, tag: int, end_ns: int) -> None:
-        if kind == GC:
+        if kind == schema.GC:
             return
         gap_ns = end_ns - self.alive_ns
         if self.alive_ns and self.count >= WARM_UP_STEPS and not self._stopped:
@@ -318,7 +305,7 @@ class RankWatch:
         place = _ENDS.index(kind)
         if self._lead is None or place > _ENDS.index(self._lead[0]):
             self._repeats[kind] = self._repeats.get(kind, 0) + 1
-            if kind in (OPTIMIZER, MARK) or self._repeats[kind] >= _SURE_REPEATS:
+            if kind in (schema.OPTIMIZER, schema.MARK) or self._repeats[kind] >= _SURE_REPEATS:
                 self._lead, self.count, self._end_ns = (kind, tag), 0, 0
                 self.steps.clear()
         return self._lead == (kind, tag)

@@ -14,21 +14,16 @@ from haiprof.base.statistics import Excess, excess
 from haiprof.base.units import duration_text
 from haiprof.diagnosis.job_time import BESIDE, FREE, NEITHER, JobTime
 from haiprof.diagnosis.opportunities import CodePlace, Opportunity, opportunity
+from haiprof.run_analysis import step_positions
 from haiprof.run_analysis.ledger import BESIDE_SAVE, COLLECTION, PEER_WAIT, TimeTable
 from haiprof.run_analysis.lines import written_in
 from haiprof.run_analysis.run_files import RankFiles, integer, text
 from haiprof.run_analysis.run_frames import Cells, RunFrames
-from haiprof.run_analysis.step_positions import (
-    BETWEEN_STEPS,
-    CHECKPOINT,
-    COMPILE,
-    EVALUATION,
-    is_inside,
-)
 
 SLOWED = "background_save"
 _MOST_SPLIT = 0.95
-_NOT_OF_STEPS = (EVALUATION, CHECKPOINT, COMPILE, BETWEEN_STEPS)
+_NOT_OF_STEPS = (step_positions.EVALUATION, step_positions.CHECKPOINT, step_positions.COMPILE,
+                 step_positions.BETWEEN_STEPS)  # fmt: skip
 """What is not done in each step says nothing of how fast steps are."""
 _PAUSES = len(POSITIONS)
 """Stands for collections, wherever they happen: what a writer makes sets off more of them."""
@@ -71,7 +66,7 @@ def steps_beside(saves: Iterable[BackgroundSave], begin_ns: Ints) -> Ints:
     next_ns = np.append(begin_ns[1:], np.iinfo(np.int64).max)
     begins = np.append(times.starts, np.iinfo(np.int64).max)[place] < next_ns
     found = np.where(begins, NEITHER, FREE)
-    return np.where(is_inside(*times, begin_ns), BESIDE, found)
+    return np.where(step_positions.is_inside(*times, begin_ns), BESIDE, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

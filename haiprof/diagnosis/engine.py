@@ -15,18 +15,8 @@ from haiprof.base.code_places import place_text
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger, position_words
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import bytes_text, duration_text, number_text, ratio_text, shorten, visible
-from haiprof.diagnosis import run_notes, thresholds
+from haiprof.diagnosis import explanations, run_notes, thresholds
 from haiprof.diagnosis.background_saves import SLOWED
-from haiprof.diagnosis.explanations import (
-    CODE_CHARS,
-    FOR_LAYERS,
-    Question,
-    account_line,
-    code_lines,
-    explain,
-    slowed_by_saves,
-    stragglers,
-)
 from haiprof.diagnosis.machine_causes import NEIGHBOURS, machine_text, stolen_notes
 from haiprof.diagnosis.named_nodes import failed_before
 from haiprof.diagnosis.restart_advice import restart_advice
@@ -85,7 +75,8 @@ _OF_LOOPS = {
     RECURRENCE: ("whose rounds need one another",
                  "torch.compile or one operator for the whole loop (nn.LSTM, nn.GRU)"),
     LAYERS: ("that calls one layer after the other, none of which needs the one before",
-             f"one batched operator for all that are alike ({FOR_LAYERS}) or torch.compile"),
+             f"one batched operator for all that are alike ({explanations.FOR_LAYERS}) "
+             "or torch.compile"),
 }  # fmt: skip
 _ADDS = re.compile(r"\.(?:append|appendleft|extend|add|insert|update|setdefault)\(|\+=|\]\s*=(?!=)")
 """Of lines that keep what they make."""
@@ -131,28 +122,17 @@ def judge(
     own_work = _own_work(inputs, found)
     headline = _headline(inputs, findings, found, own_work)
     verdict = Verdict(
-        run=run,
-        name=manifest.name if manifest else analyzer.run.root.name,
-        headline=death.headline if death else headline,
-        death=death,
-        advice=restart_advice(analyzer),
-        memory_at_end=memory,
-        gpu_memory_at_end=gpu_memory,
+        run=run, name=manifest.name if manifest else analyzer.run.root.name,
+        headline=death.headline if death else headline, death=death,
+        advice=restart_advice(analyzer), memory_at_end=memory, gpu_memory_at_end=gpu_memory,
         starts=wall_time.starts if deaths else (),
-        goodput=wall_time if deaths and wall_time.has_ended else None,
-        ledger=ledger,
+        goodput=wall_time if deaths and wall_time.has_ended else None, ledger=ledger,
         device=traced_device(analyzer.run, inputs.traces),
-        run_time=wall_time.accounts if wall_time.has_ended else {},
-        split=_split(ledger, inputs),
-        step_ns=step_ns,
-        work=step_work(analyzer.run, step_ns, limit_bytes=trace_limit_bytes),
-        step_count=inputs.step_count,
-        most_steps=analyzer.most_steps(),
-        end_wall_ns=manifest.end_wall_ns if manifest else None,
-        ranks=inputs.world,
-        findings=findings,
-        abstained=abstained,
-        checked=checked,
+        run_time=wall_time.accounts if wall_time.has_ended else {}, split=_split(ledger, inputs),
+        step_ns=step_ns, work=step_work(analyzer.run, step_ns, limit_bytes=trace_limit_bytes),
+        step_count=inputs.step_count, most_steps=analyzer.most_steps(),
+        end_wall_ns=manifest.end_wall_ns if manifest else None, ranks=inputs.world,
+        findings=findings, abstained=abstained, checked=checked,
         not_measured=run_notes.not_measured(inputs, ledger),
         evaluation_ns=integer(
             (inputs.ranks["eval_ns"] - inputs.ranks["eval_compile_ns"].fill_null(0)).max()
@@ -162,8 +142,7 @@ def judge(
             analyzer.pauses().join(inputs.ranks, on=["rank", "attempt"], how="semi"),
             [blocks.pauses for blocks in inputs.blocks.values()],
         ),
-        machine=machine_text(inputs),
-        cost=_cost(inputs),
+        machine=machine_text(inputs), cost=_cost(inputs),
         next_command=_next_command(run, inputs, findings, death),
         notes=(
             *([WORDS[inputs.marked_by]] if inputs.marked_by else []),
@@ -178,9 +157,8 @@ def judge(
             *printed_notes(inputs.output, step_ns, _step_sizes(inputs), died=death is not None),
         ),
         traces=run_notes.traced_lines(analyzer, since_ns=since_ns),
-        reactions=tuple(run_notes.reacted_lines(inputs, ledger)),
-        nccl=analyzer.nccl().known,
-    )
+        reactions=tuple(run_notes.reacted_lines(inputs, ledger)), nccl=analyzer.nccl().known,
+    )  # fmt: skip
     return verdict, found
 
 
@@ -248,7 +226,7 @@ def _with_samples(found: RunLedger, fact: Finding) -> Finding:
     table, samples, mean_ns = found.table, found.samples, found.ledger.mean_ns
     if fact.rule == FIRST_BATCH:  # before all judged steps: in no account
         first = samples.take((samples.step == 0) & (samples.phase == _LOADING))
-        return replace(fact, code_lines=code_lines(first, "the first batch", 1.0))
+        return replace(fact, code_lines=explanations.code_lines(first, "the first batch", 1.0))
     if fact.rule != UNFUSED_ADAM:
         return fact
     # What fused=True gains of the optimizer's own work, which is needed and in no other gain.
@@ -324,17 +302,20 @@ def _finding(
         fact = priced[account.explanation]
         missing = () if fact.lost_ratio is None else fact.missing  # its price, which is known now
         return replace(fact, lost_ratio=ratio, gain=gain, severity=severity, missing=missing)
-    question = Question(inputs=inputs, samples=samples, account=account, mean_ns=ledger.mean_ns)
+    question = explanations.Question(
+        inputs=inputs, samples=samples, account=account, mean_ns=ledger.mean_ns
+    )
     if account.explanation == "ranks_uneven" and found.late is not None:
         extra_ns = found.late.extra_ns  # of which others may still have to wait for someone else
         extra_ns = gain_ns if gain_ns < found.late.goes * extra_ns / 2 else extra_ns
         named = (each for each in ledger.largest() if each.ranks == account.ranks)
-        said = stragglers(question, extra_ns, is_rest=any(each != account for each in named))
+        is_rest = any(each != account for each in named)
+        said = explanations.stragglers(question, extra_ns, is_rest=is_rest)
     elif account.explanation == SLOWED and found.slowed is not None:
-        said = slowed_by_saves(question, found.slowed)
+        said = explanations.slowed_by_saves(question, found.slowed)
     else:
-        said = explain(question)
-    line = account_line(account, ledger.mean_ns)
+        said = explanations.explain(question)
+    line = explanations.account_line(account, ledger.mean_ns)
     few = inputs.steps.height < thresholds.CRITICAL_MIN_STEPS
     said = _with_operators_beside(found, account, said)
     return replace(
@@ -455,7 +436,7 @@ def _own_line(found: RunLedger) -> Iterator[tuple[float, str]]:
         largest = max(parts, key=lambda part: part[0])[1]
         file, line, function = largest.file or "", largest.line or 0, largest.function or ""
         place = place_text(file, line, written_in(function))
-        code = f" {shorten(largest.code, CODE_CHARS)}" if largest.code else ""
+        code = f" {shorten(largest.code, explanations.CODE_CHARS)}" if largest.code else ""
         where = position_words(largest.position)
         yield ratio, f"{ratio_text(ratio)} of the step is one line of {where} ({place}{code})"
 

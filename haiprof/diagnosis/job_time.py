@@ -493,26 +493,14 @@ def job_time(
             segment = np.zeros_like(segment)
     own_means = means - average(_sum_of(waits, period), count)
     return JobTime(
-        ranks=ranks,
-        step=common,
-        count=count,
-        used=tuple(used),
-        cell_ns=cells,
-        kind=kinds,
-        beside=saved,
-        collected_ns=collected,
-        period_ns=period,
-        totals_ns=totals,
-        waits_for_all=in_step and (peers is not None or alike),
-        waits_ns=waits,
-        segment=segment,
-        covered=covered,
-        stretch=stretch,
-        slowest=ranks[int(own_means.argmax())],
+        ranks=ranks, step=common, count=count, used=tuple(used), cell_ns=cells, kind=kinds,
+        beside=saved, collected_ns=collected, period_ns=period, totals_ns=totals,
+        waits_for_all=in_step and (peers is not None or alike), waits_ns=waits, segment=segment,
+        covered=covered, stretch=stretch, slowest=ranks[int(own_means.argmax())],
         idle_ns=None if device is None else idle,
         is_idle_known=bool(device) and all(each.is_known for each in (device or {}).values()),
         is_idle_bound=any(each.busy_ratio is None for each in (device or {}).values()),
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,15 +136,12 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
         if shared
         else f"too few cores{' for its loader workers' if by_workers else ''}: "
         f"{units.ranks_text(ranks)} may use {cores}{of}",
-        next(do for is_so, do in remedies if is_so),
-        ("cores they may use", float(cores), "cores"),
-        ("cores they use", busy, "cores"),
-        ("cores they could use at least", wanted, "cores"),
+        next(do for is_so, do in remedies if is_so), ("cores they may use", float(cores), "cores"),
+        ("cores they use", busy, "cores"), ("cores they could use at least", wanted, "cores"),
         rule="shared_cores" if shared else "too_few_cores",
-        cause=LOADER_WORKERS if by_workers else None,
-        setting=SETS_THREADS if by_threads else "",
+        cause=LOADER_WORKERS if by_workers else None, setting=SETS_THREADS if by_threads else "",
         is_choice=spare or too_many or by_workers or by_threads,
-    )
+    )  # fmt: skip
 
 
 def _neighbours(inputs: RuleInputs, rank: int) -> Finding | None:

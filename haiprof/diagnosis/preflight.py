@@ -9,12 +9,7 @@ from typing import Any, TypeVar
 
 from haiprof.base.medians import MAD_TO_SIGMA, mean_median, upper_median
 from haiprof.base.units import NS_PER_S, duration_text
-from haiprof.diagnosis.thresholds import (
-    PREFLIGHT_CLOCK_RATIO,
-    PREFLIGHT_LINK_RATIO,
-    PREFLIGHT_MADS,
-    PREFLIGHT_RATIO,
-)
+from haiprof.diagnosis import thresholds
 
 T = TypeVar("T")
 Ranks = Sequence[Mapping[str, Any]]
@@ -123,7 +118,7 @@ def _slower(
     if len(values) > 1:
         usual = upper_median(values)  # of two the better one: the worse is not usual
         mad = mean_median([abs(value - usual) for value in values]) * MAD_TO_SIGMA
-        far = max(usual * (1 - ratio) / 2, usual - PREFLIGHT_MADS * mad)
+        far = max(usual * (1 - ratio) / 2, usual - thresholds.PREFLIGHT_MADS * mad)
         lowest = min(usual * (1 - ratio), far)
     for who, value in rates.items():
         if value < lowest:
@@ -138,7 +133,7 @@ def _slow_ranks(ranks: Ranks, baseline: Mapping[str, float]) -> Iterator[Suspect
         # All ranks wait for the slowest in an all-reduce: it says nothing of one.
         if what.startswith("all_reduce") or what == _CLOCK:
             continue
-        ratio = PREFLIGHT_LINK_RATIO if what in _NOISY else PREFLIGHT_RATIO
+        ratio = thresholds.PREFLIGHT_LINK_RATIO if what in _NOISY else thresholds.PREFLIGHT_RATIO
         for rank, value, usual, against in _slower(own, baseline.get(what), ratio):
             yield Suspect(what=what, rank=rank, host=hosts[rank], value=value, usual=usual,
                           against=against)  # fmt: skip
@@ -149,11 +144,11 @@ def _slow_clocks(ranks: Ranks, baseline: Mapping[str, float]) -> Iterator[Suspec
     clocks = {at: own["clock"]["mhz"] for at, own in enumerate(ranks)
               if own["rates"].get(_CLOCK) is not None}  # fmt: skip
     slow = {at: (usual, against) for at, _, usual, against in
-            _slower(clocks, baseline.get(_CLOCK), PREFLIGHT_CLOCK_RATIO)}  # fmt: skip
+            _slower(clocks, baseline.get(_CLOCK), thresholds.PREFLIGHT_CLOCK_RATIO)}  # fmt: skip
     for at, mhz in clocks.items():
         own, clock = ranks[at], ranks[at]["clock"]
         bits, highest = int(clock["reasons"] or 0), clock["max_mhz"]
-        half = highest is not None and mhz < highest * (1 - PREFLIGHT_LINK_RATIO)
+        half = highest is not None and mhz < highest * (1 - thresholds.PREFLIGHT_LINK_RATIO)
         if at in slow or bits & _NOT_USUAL or half:
             usual, against = slow.get(at, (highest, "maximum"))
             held = dict.fromkeys(word for bit, word in _HELD_DOWN.items() if bits & bit)
@@ -229,8 +224,8 @@ def _slow_links(ranks: Ranks, slow: set[int | None]) -> Iterator[Suspect]:
     for inside in (False, True):
         rates = {link: mean_median(values) for link, values in links.items()
                  if (link[0] == link[1]) == inside}  # fmt: skip
-        for (host, to_host), value, usual, _ in _slower(rates, None, PREFLIGHT_LINK_RATIO):
-            yield Suspect(what="send_bytes_per_s", host=host, to_host=to_host, value=value,
+        for (host, to), value, usual, _ in _slower(rates, None, thresholds.PREFLIGHT_LINK_RATIO):
+            yield Suspect(what="send_bytes_per_s", host=host, to_host=to, value=value,
                           usual=usual)  # fmt: skip
 
 
@@ -241,7 +236,7 @@ def _below_baseline(
     for what, own in _rates(ranks).items():
         known, value = baseline.get(what), mean_median(list(own.values()))
         shared = what.startswith("all_reduce") and "send_bytes_per_s" not in named
-        if shared and known is not None and value < known * (1 - PREFLIGHT_LINK_RATIO):
+        if shared and known is not None and value < known * (1 - thresholds.PREFLIGHT_LINK_RATIO):
             yield Suspect(what=what, value=value, usual=known, against="baseline")
 
 

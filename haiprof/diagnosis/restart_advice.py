@@ -222,12 +222,8 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
     )  # fmt: skip
     is_exit = death.cause == "exit" and death.line is not None and error == death.what
     return Attempt(
-        run=frames.run.root.name,
-        generation=death.generation,
-        cause=death.cause,
-        line=death.line,
-        step=death.step,
-        has_trained=trained and death.own_end is None,
+        run=frames.run.root.name, generation=death.generation, cause=death.cause, line=death.line,
+        step=death.step, has_trained=trained and death.own_end is None,
         is_hardware=_HARDWARE.search(death.message or "") is not None,
         is_program=death.cause == "mismatch"
         or (raised and (is_wrong or (of_data and not trained))),
@@ -235,10 +231,9 @@ def _attempt(frames: RunFrames, death: Death) -> Attempt:
         is_nan=ended_on_nan(death.cause, (death.message, death.source), death.fates),
         growth_bytes_per_step=_growth(frames, death),
         has_saved=any(start.saves for start in frames.run_record().starts),
-        hosts=tuple(sorted(host for host in hosts if host is not None)),
-        died_ns=death.died_ns,
+        hosts=tuple(sorted(host for host in hosts if host is not None)), died_ns=death.died_ns,
         headline=visible(death.headline),
-    )
+    )  # fmt: skip
 
 
 def _growth(frames: RunFrames, death: Death) -> float | None:

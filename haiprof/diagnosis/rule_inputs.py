@@ -204,22 +204,16 @@ def gather_inputs(
     ranks = analyzer.ranks()
     unjudged = ranks.join(spans, on="rank", how="anti")
     return RuleInputs(
-        analyzer=analyzer,
-        steps=pl.concat([steps.clear(), *by_rank.values()]),
-        by_rank=by_rank,
+        analyzer=analyzer, steps=pl.concat([steps.clear(), *by_rank.values()]), by_rank=by_rank,
         step_count=sum(part.height for part in own.values())
         + sum(int(each.count[each.start_ns >= (since_ns or 0)].sum()) for each in folded.values()),
         first_steps=pl.concat([steps.clear(), *(part.filter(step=0) for part in first)]),
         blocks={rank: _judged_blocks(each, since_ns) for rank, each in folded.items()},
         ranks=pl.concat([_of_judged(ranks, spans), unjudged]).sort("rank", "attempt"),
-        gpu_use=counted.of("utilization_ratio"),
-        main_cores=main_cores,
-        busy_cores=counted.of("cpu_cores"),
-        core_waits=counted.of("run_queue_wait_ratio"),
-        counted=counted,
-        mounts=counter_summaries.mount_requests(ours_alone, windows),
-        placements=placements(analyzer.files),
-        node_cpus=node_cpus,
+        gpu_use=counted.of("utilization_ratio"), main_cores=main_cores,
+        busy_cores=counted.of("cpu_cores"), core_waits=counted.of("run_queue_wait_ratio"),
+        counted=counted, mounts=counter_summaries.mount_requests(ours_alone, windows),
+        placements=placements(analyzer.files), node_cpus=node_cpus,
         stolen=_steal_ratios(analyzer.ranks(), main_cores, node_cpus),
         trained_ns={
             rank: float(part["step_ns"].sum())
@@ -231,12 +225,10 @@ def gather_inputs(
         settings={r: own for r, own in analyzer.settings().items() if r not in untrained},
         **_read_events(analyzer.files, dict(spans.select("rank", "attempt").rows())),
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
-        reactions=tuple(reactions(analyzer.files)),
-        output=printed_output(analyzer.files),
+        reactions=tuple(reactions(analyzer.files)), output=printed_output(analyzer.files),
         layout=find_layout(analyzer.files),
-        marked_by=None if is_trained else step_frame.untrained_boundary(steps),
-        untrained=untrained,
-    )
+        marked_by=None if is_trained else step_frame.untrained_boundary(steps), untrained=untrained,
+    )  # fmt: skip
 
 
 def _judged_blocks(blocks: Blocks, since_ns: int | None) -> Blocks:

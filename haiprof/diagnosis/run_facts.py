@@ -14,16 +14,9 @@ from haiprof.base.intervals import Floats, total
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import NS_PER_S, bytes_text, duration_text, rate_text, ratio_text
-from haiprof.diagnosis import settings_facts
+from haiprof.diagnosis import gpu_functions, settings_facts
 from haiprof.diagnosis.explanations import RECOMPILES_REMEDY
-from haiprof.diagnosis.gpu_functions import (
-    ABNORMAL,
-    RANKS,
-    SLOW,
-    communication_report,
-    gpu_compute_report,
-    memory_report,
-)
+from haiprof.diagnosis.gpu_functions import ABNORMAL, RANKS, SLOW
 from haiprof.diagnosis.machine_causes import numa_placement, page_faults
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs
 from haiprof.diagnosis.thresholds import CRITICAL_MIN_STEPS, FAR_MIN_RANKS
@@ -56,7 +49,7 @@ def _over_ranks(judge: Callable[[Patterns], Finding | None]) -> Rule:
 @_over_ranks
 def slow_kernels(patterns: Patterns) -> Finding | None:
     """One rank's GPU takes longer for the same kernels."""
-    report = gpu_compute_report(patterns)
+    report = gpu_functions.gpu_compute_report(patterns)
     slow = report.tables[RANKS].filter(pl.col("is_slow")).sort("pace_ratio", descending=True)
     if slow.is_empty():
         return None
@@ -70,24 +63,21 @@ def slow_kernels(patterns: Patterns) -> Finding | None:
         f"look at the GPU of rank {rank}: clock, power cap, temperature, throttling "
         "(`haiprof verdict rank RUN RANK`), other processes on it; else use another GPU",
         ("time of its kernels by the others' time", pace, ""),
-        ("kernels that are slow there", own.height, "count"),
-        ("what that costs", excess, "ns"),
-        ("the same, share of the window", excess / window, "ratio"),
-        confidence=0.8,
+        ("kernels that are slow there", own.height, "count"), ("what that costs", excess, "ns"),
+        ("the same, share of the window", excess / window, "ratio"), confidence=0.8,
         missing=()
         if has_grids
         else ("whether it got larger inputs: kernels' grids are not in the traces",),
-        rank=rank,
-        scope="window",
-    )
+        rank=rank, scope="window",
+    )  # fmt: skip
 
 
 @_over_ranks
 def slow_link(patterns: Patterns) -> Finding | None:
     """One rank's transfers are slower than the others': its link, or its bus to the host."""
     rates = ("bandwidth_bytes_per_s", "others_bandwidth_bytes_per_s")
-    talk = communication_report(patterns).tables[ABNORMAL]
-    copies = memory_report(patterns).tables[ABNORMAL].filter(pl.col("why") == SLOW)
+    talk = gpu_functions.communication_report(patterns).tables[ABNORMAL]
+    copies = gpu_functions.memory_report(patterns).tables[ABNORMAL].filter(pl.col("why") == SLOW)
     copies = copies.drop_nulls(rates)
     if talk.is_empty() and copies.is_empty():
         return None
@@ -100,14 +90,11 @@ def slow_link(patterns: Patterns) -> Finding | None:
         if len(talk)
         else "check the rank's PCIe generation and width (nvidia-smi -q -d PERFORMANCE), and that "
         "its process runs on the NUMA node of its GPU",
-        (f"bandwidth of rank {rank}", own, "bytes/s"),
-        ("the ranks' median", usual, "bytes/s"),
-        ("its transfers, share of the window", share, "ratio"),
-        confidence=0.7,
-        missing=("which link: NVLink, PCIe or network",) if len(talk) else (),
-        rank=rank,
+        (f"bandwidth of rank {rank}", own, "bytes/s"), ("the ranks' median", usual, "bytes/s"),
+        ("its transfers, share of the window", share, "ratio"), confidence=0.7,
+        missing=("which link: NVLink, PCIe or network",) if len(talk) else (), rank=rank,
         scope="window",
-    )
+    )  # fmt: skip
 
 
 def loss_not_finite(inputs: RuleInputs) -> Finding | str | None:
@@ -202,12 +189,9 @@ def first_batch(inputs: RuleInputs) -> Finding | str | None:
         (f"first batch, rank {rank}", float(first), "ns"),
         ("typical wait for a batch", number(inputs.steps["dataloader_host_ns"].median()), "ns"),
         ("training steps, all", trained_ns, "ns"),
-        cause="cores_full" if alone < FIRST_BATCH_RATIO else None,
-        confidence=0.8,
-        lost_ratio=share,
-        severity="info",
-        missing=("whether the run goes on: of a long one it is a small part",),
-    )
+        cause="cores_full" if alone < FIRST_BATCH_RATIO else None, confidence=0.8, lost_ratio=share,
+        severity="info", missing=("whether the run goes on: of a long one it is a small part",),
+    )  # fmt: skip
 
 
 def compilation(inputs: RuleInputs) -> Finding | None:
@@ -326,18 +310,15 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     return make_finding(
         f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
         f"{ratio_text(share)} so far" + (f"; {ahead}" if is_soon else ""),
-        remedy,
-        ("at the beginning", float(values[0]), "bytes"),
-        ("at the end", float(values[-1]), "bytes"),
-        ("growth per step", per_step, "bytes"),
+        remedy, ("at the beginning", float(values[0]), "bytes"),
+        ("at the end", float(values[-1]), "bytes"), ("growth per step", per_step, "bytes"),
         *([("until its limit, at this rate", left_ns, "ns")] if ahead else []),
         ("chance of such a trend at random (Mann-Kendall), below", TREND_P_VALUE, ""),
         ("memory counters that grow so, of all ranks", float(len(grown)), "count"),
-        severity="critical" if is_near else "warning" if is_sure else "info",
-        confidence=0.8,
+        severity="critical" if is_near else "warning" if is_sure else "info", confidence=0.8,
         rank=rank,
         missing=(_NO_LINE,) if is_sure else (_NO_LINE, "whether it goes on: the run was short"),
-    )
+    )  # fmt: skip
 
 
 def _by_step(inputs: RuleInputs, rank: int, rows: pl.DataFrame) -> tuple[Floats, Floats]:
@@ -408,18 +389,15 @@ def memory_pressure(inputs: RuleInputs) -> Finding | str | None:
         f"memory is short on {host}: {what}",
         "fewer or leaner DataLoader workers (each holds its own copies), a smaller cache or "
         "shuffle buffer, memory maps in place of loading files whole, or a node with more memory",
-        ("some task waits for memory", pressure, "ratio"),
-        ("memory available", free, "ratio"),
+        ("some task waits for memory", pressure, "ratio"), ("memory available", free, "ratio"),
         ("read back from swap", swapped, "bytes/s"),
         (
             "page faults from storage, all ranks",
             sum(faults.values()) if faults else None,
             "count/s",
         ),
-        severity="critical" if swaps else "warning",
-        confidence=0.85,
-        lost_ratio=pressure,
-    )
+        severity="critical" if swaps else "warning", confidence=0.85, lost_ratio=pressure,
+    )  # fmt: skip
 
 
 def gpu_memory_limit(inputs: RuleInputs) -> Finding | str | None:
@@ -474,17 +452,13 @@ def _growing(rank: int, series: GpuMemorySeries, growth: float, count: int) -> F
     return make_finding(
         f"GPU memory grows by {bytes_text(growth)} per step on rank {rank}: its limit is "
         f"{duration_text(left_ns)} away",
-        LEAK_REMEDY,
-        ("growth per step", growth, "bytes"),
+        LEAK_REMEDY, ("growth per step", growth, "bytes"),
         ("allocated where the last step began", float(series.allocated_bytes[-1]), "bytes"),
-        ("peak so far", peak, "bytes"),
-        ("limit", float(series.limit_bytes), "bytes"),
+        ("peak so far", peak, "bytes"), ("limit", float(series.limit_bytes), "bytes"),
         ("steps until then, at this rate", steps_left, "count"),
         ("time until then, at this rate", left_ns, "ns"),
-        ("ranks whose memory grows", float(count), "count"),
-        confidence=0.85,
-        rank=rank,
-    )
+        ("ranks whose memory grows", float(count), "count"), confidence=0.85, rank=rank,
+    )  # fmt: skip
 
 
 def allocator_retries(inputs: RuleInputs) -> Finding | str | None:

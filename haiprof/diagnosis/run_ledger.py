@@ -14,42 +14,15 @@ from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import NOT_KNOWN, POSITIONS, PROBLEM_RATIO, Account, AccountPart, Ledger
 from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S
+from haiprof.diagnosis import job_time, opportunities, thresholds
 from haiprof.diagnosis.background_saves import SLOWED, Saves, SlowedSteps, find_saves, split_saves
-from haiprof.diagnosis.job_time import (
-    BESIDE,
-    DeviceUse,
-    JobTime,
-    Singles,
-    Stragglers,
-    find_stragglers,
-    job_time,
-    peer_waits,
-)
+from haiprof.diagnosis.job_time import BESIDE, DeviceUse, JobTime, Singles, Stragglers
 from haiprof.diagnosis.loader_causes import restarts_workers
 from haiprof.diagnosis.machine_causes import find_larger_inputs, shared_cores, used_by_others
-from haiprof.diagnosis.opportunities import (
-    RECOMPUTED,
-    CodePlace,
-    Opportunity,
-    find_opportunities,
-    join_restarts,
-    join_worker_cores,
-    lacks_line,
-    main_place,
-    mark_needed,
-    opportunity,
-)
+from haiprof.diagnosis.opportunities import CodePlace, Opportunity, opportunity
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.settings_facts import SEEN_IN
 from haiprof.diagnosis.small_operators import Recurrence, find_loops, give_lines
-from haiprof.diagnosis.thresholds import (
-    LIKE_RATIO,
-    LINK_BYTES_PER_S,
-    LINK_LATENCY_NS,
-    LINK_USUAL_NS,
-    SAME_WORK_CORRELATION,
-    SIZES_MIN_COUNT,
-)
 from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis.code_samples import CodeSamples
 from haiprof.run_analysis.ledger import (
@@ -132,7 +105,7 @@ class RunLedger:
         position, ns = np.full(len(self.samples.stack), -1), np.zeros(len(self.samples.stack))
         seen = table.sample >= 0
         position[table.sample[seen]] = table.position[seen]
-        chosen = seen & ~lacks_line(table)
+        chosen = seen & ~opportunities.lacks_line(table)
         means = dict(zip(self.time.ranks, self.time.average(self.time.period_ns), strict=True))
         for rank in np.unique(table.rank).tolist():
             own = table.rank == rank
@@ -165,14 +138,14 @@ def run_ledger(
     is_whole = len({(group.group, group.group_name) for group in groups}) == len(groups)
     peers, tails = None, dict[int, float | None]()
     if groups:
-        peers = peer_waits(
+        peers = job_time.peer_waits(
             groups if is_whole else [], analyzer.step_starts(steps),
             lambda rank: analyzer.step_positions(rank)[:2],
         )  # fmt: skip
         tails = {} if peers.ns else {rank: analyzer.backward_tail(rank) for rank in steps}
     known = {rank: share for rank, share in tails.items() if share is not None}
     saves = find_saves(analyzer, steps, inputs.hosts)
-    time = job_time(
+    time = job_time.job_time(
         steps, analyzer.position_times, analyzer.used_positions(), peers,
         known if len(known) == len(steps) else None, _device_use(inputs),
         saves.steps if saves else None,
@@ -185,23 +158,24 @@ def run_ledger(
     table = time_table(samples, parts, uses_gpu=inputs.uses_gpu)
     # A rank that was killed before it wrote its samples is as those that were sampled.
     sampled = np.isin(table.rank, table.rank[table.count > 0])
-    table = mark_needed(table.take(sampled) if sampled.any() else table)
+    table = opportunities.mark_needed(table.take(sampled) if sampled.any() else table)
     lines = inputs.traces.lines
     table, loops = find_loops(table, samples, time, lines)
-    found = find_opportunities(table, loops.found)
+    found = opportunities.find_opportunities(table, loops.found)
     for place, each in enumerate(found):
         if each.activity == COLLECTION:
             at = _asked_collections(inputs) or _collecting_place(samples, parts)
             found[place] = replace(each, at=at)
-    found = join_restarts(table, found) if restarts_workers(inputs) else found
-    table, found = join_worker_cores(table, found, _workers_share(inputs, time.slowest))
+    found = opportunities.join_restarts(table, found) if restarts_workers(inputs) else found
+    share = _workers_share(inputs, time.slowest)
+    table, found = opportunities.join_worker_cores(table, found, share)
     found += loops.found
     slowed = None
     if saves is not None:
         table, beside, slowed = split_saves(table, time, saves)
         found += [beside] if beside else []
     left, by_position, goes = _subtract_found(table, time, found)
-    late = find_stragglers(time, left, by_position)
+    late = job_time.find_stragglers(time, left, by_position)
     if late is not None:
         if all(find_larger_inputs(inputs, rank) for rank in late.ranks):
             late = late.dealt_over(len(time.ranks))
@@ -274,7 +248,7 @@ def _collecting_place(samples: CodeSamples, parts: Sequence[RankSamples]) -> Cod
         stacks.append(samples.stack[at[collects]])
     found = np.concatenate(stacks)
     few = len(found) < _COLLECTING_MIN
-    return None if few else main_place(samples.tree, found, np.ones(len(found)))
+    return None if few else opportunities.main_place(samples.tree, found, np.ones(len(found)))
 
 
 def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:
@@ -305,8 +279,9 @@ def _keep_needed_link(
     # what it usually takes there is needed. What is called outside the phases exchanges none.
     count = len(time.ranks)
     most_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
-    bytes_ns = 2 * (count - 1) / count * most_bytes / LINK_BYTES_PER_S * NS_PER_S
-    most_ns, usual_ns = (bytes_ns + latency for latency in (LINK_LATENCY_NS, LINK_USUAL_NS))
+    bytes_ns = 2 * (count - 1) / count * most_bytes / thresholds.LINK_BYTES_PER_S * NS_PER_S
+    most_ns = bytes_ns + thresholds.LINK_LATENCY_NS
+    usual_ns = bytes_ns + thresholds.LINK_USUAL_NS
     has_phases = np.isin(table.position, MODEL_POSITIONS).any()
     kept = []
     for each in found:
@@ -426,12 +401,13 @@ def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
     # is a large one for all of them is seen by the correlation of their work over the steps.
     known = sizes.filter(pl.col("number_count") > 0).group_by("rank", "root")
     low, high = (pl.col("number_count").quantile(each) for each in (0.25, 0.75))
-    ratios = known.agg(pl.len(), ratio=high / low).filter(pl.col("len") >= SIZES_MIN_COUNT)
+    enough = pl.col("len") >= thresholds.SIZES_MIN_COUNT
+    ratios = known.agg(pl.len(), ratio=high / low).filter(enough)
     ratio, varied = ratios["ratio"].max(), own_ns[own_ns.std(axis=1) > 0]
-    if not isinstance(ratio, float) or ratio < LIKE_RATIO or len(varied) < 2:
+    if not isinstance(ratio, float) or ratio < thresholds.LIKE_RATIO or len(varied) < 2:
         return False
     alike = np.corrcoef(varied)[np.triu_indices(len(varied), k=1)]
-    return float(np.median(alike)) < SAME_WORK_CORRELATION
+    return float(np.median(alike)) < thresholds.SAME_WORK_CORRELATION
 
 
 def _rank_samples(
@@ -483,12 +459,9 @@ def _ledger(
     mean = time.mean_ns
     residual = mean - sum(account.ns_per_step for account in accounts)
     ledger = Ledger(
-        mean_ns=mean,
-        median_ns=0.0,
-        count=int(time.count.sum()),
+        mean_ns=mean, median_ns=0.0, count=int(time.count.sum()),
         residual_ns=max(residual, unseen) if abs(residual - unseen) < 1 else residual,
-        positions=time.positions,
-        accounts=accounts,
+        positions=time.positions, accounts=accounts,
         opportunities=tuple(place for place, (a, _) in enumerate(priced) if a.gain_ns > 0),
         device_idle_ns=None
         if time.idle_ns is None or not time.is_idle_known
@@ -496,7 +469,7 @@ def _ledger(
         device_idle_is_bound=time.is_idle_bound,
         rests_on=f"spans of {time.count.sum()} steps, without warm-up and traced ones, and "
         f"{_sample_count(table)} samples",
-    )
+    )  # fmt: skip
     return ledger, tuple(rows for _, rows in (*priced, *others))
 
 
@@ -631,7 +604,7 @@ class _Accounts:
         at = found.at
         if at is None:
             return {}
-        if found.key in (SLOWED, RECOMPUTED):  # it runs beside or before what it makes longer
+        if found.key in (SLOWED, opportunities.RECOMPUTED):  # beside or before what it makes longer
             return {"file": at.file, "line": at.line, "function": at.function}
         return self._describe_line(found.rows, at.file, at.line, at.function)
 

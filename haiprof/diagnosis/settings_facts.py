@@ -293,12 +293,9 @@ def padding(inputs: RuleInputs) -> Finding | None:
         f"padding='longest')){few}, or crop the batch to it; batches of sequences of like length "
         "(group_by_length of transformers) spare more",
         ("padding, of all elements", zeros / max(tokens, 1), "ratio"),
-        ("padding that stays, of what is left", max(rest, 0.0), "ratio"),
-        confidence=0.9,
-        setting=r"[\w.]+\(.*\bpadding=.max_length",
-        phases=MODEL,
-        work_ratio=work_ratio,
-    )
+        ("padding that stays, of what is left", max(rest, 0.0), "ratio"), confidence=0.9,
+        setting=r"[\w.]+\(.*\bpadding=.max_length", phases=MODEL, work_ratio=work_ratio,
+    )  # fmt: skip
 
 
 @_setting()
@@ -331,13 +328,10 @@ def double_precision(inputs: RuleInputs) -> Finding | None:
         "numpy are float64, so that batches made from them need .float()",
         ("float64, of what is trained", share, "ratio"),
         ("the GPU computes" if on_gpu else "computing, of forward", busy, "ratio"),
-        ("forward, backward and optimizer, share of the step", touched, "ratio"),
-        confidence=0.8,
-        setting=SETS_FLOAT64,
-        phases=() if on_gpu else STEP,
-        lost_ratio=lost,
+        ("forward, backward and optimizer, share of the step", touched, "ratio"), confidence=0.8,
+        setting=SETS_FLOAT64, phases=() if on_gpu else STEP, lost_ratio=lost,
         missing=("how busy the GPU is",) if busy is None else (),
-    )
+    )  # fmt: skip
 
 
 SETS_FLOAT64 = (

@@ -77,18 +77,13 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     return make_finding(
         f"{layout.names(part.ranks)} holds the job up: {need} "
         f"{duration_text(extra)} longer per step than the others",
-        _REMEDIES.get(part.kind, _OTHERWISE),
-        ("own time of a step there", its_own, "ns"),
-        ("of the other ranks", usual, "ns"),
-        ("what that costs per step", extra, "ns"),
-        rule=RULE,
-        confidence=0.9,
-        cause=part.kind,
-        lost_ratio=min(extra / mean_ns, 1.0),
+        _REMEDIES.get(part.kind, _OTHERWISE), ("own time of a step there", its_own, "ns"),
+        ("of the other ranks", usual, "ns"), ("what that costs per step", extra, "ns"), rule=RULE,
+        confidence=0.9, cause=part.kind, lost_ratio=min(extra / mean_ns, 1.0),
         gain=gain_of(mean_ns, extra, low, high),
         nodes=tuple(sorted(hosts)) if part.kind == MACHINE else (),
         code_lines=code_lines(working, "its ranks' step", min(its_own / mean_ns, 1.0)),
-    )
+    )  # fmt: skip
 
 
 def _own_times(

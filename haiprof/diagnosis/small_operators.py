@@ -19,19 +19,10 @@ from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.diagnosis.job_time import JobTime
 from haiprof.diagnosis.opportunities import CodePlace, Opportunity, code_place, opportunity
 from haiprof.diagnosis.thresholds import MANY_OPERATORS, OPERATOR_CALL_NS
+from haiprof.run_analysis import step_positions
 from haiprof.run_analysis.code_samples import CodeSamples, CodeTree, Frame
 from haiprof.run_analysis.ledger import JOB, MODULE_FILE, NO_CORE, OPERATORS, PYTHON, TimeTable
 from haiprof.run_analysis.lines import innermost_stack, written_in
-from haiprof.run_analysis.step_positions import (
-    AFTER_STEP,
-    BACKWARD,
-    FORWARD,
-    GRADIENTS,
-    INPUT,
-    LOSS,
-    OPTIMIZER,
-    PREPARE,
-)
 from haiprof.run_format import stack_lines
 
 SMALL_OPERATORS = "many_small_operators"
@@ -62,8 +53,9 @@ _NO_GRAD_FILE = "/torch/utils/_contextlib.py"
 """What `@torch.no_grad()` runs a function in."""
 _UNSURE = 0.25
 """Of a loop's time, what the operators may still take that stand in its place. Own choice."""
-_TRAINING = (INPUT, PREPARE, FORWARD, LOSS, BACKWARD, GRADIENTS, OPTIMIZER, AFTER_STEP)
-_PARTS = ((FORWARD, LOSS), (BACKWARD,), (OPTIMIZER,))
+_AHEAD = (step_positions.FORWARD, step_positions.LOSS)
+_TRAINING = range(step_positions.AFTER_STEP + 1)
+_PARTS = (_AHEAD, (step_positions.BACKWARD,), (step_positions.OPTIMIZER,))
 _INSIDE = 0.95
 """A loop with less of its time there is no part of forward, of backward or of the optimizer."""
 
@@ -104,7 +96,7 @@ def find_loops(
     """
     told = Loops()
     loops, kinds = _loops_of(table.tree)
-    ahead = np.isin(table.position, (FORWARD, LOSS)) & (table.work != NO_CORE)
+    ahead = np.isin(table.position, _AHEAD) & (table.work != NO_CORE)
     forward_ns = float(table.ns[ahead].sum())
     if lines is not None:
         behind = np.flatnonzero(_is_of_autograd(table))
@@ -126,7 +118,7 @@ def find_loops(
         if lines is not None:
             own = [each for each in told.shares if each[0][:2] in places]
             part = sum(each for _, each in own) / told.left
-        elif table.position[rows[0]] in (FORWARD, LOSS) and is_recorded:
+        elif table.position[rows[0]] in _AHEAD and is_recorded:
             forward_ns -= own_ns
             part = _BACKWARD * own_ns / (_BACKWARD * own_ns + max(forward_ns, 0.0))
         at, behind = code_place(table.tree, most), np.flatnonzero(_is_of_autograd(table))
@@ -237,7 +229,7 @@ def _is_of_autograd(table: TimeTable) -> Bools:
     code = table.tree
     engine = np.array([*(_ENGINE in frame.file for frame in code.frames), False])
     of_row: Bools = code.calls_libraries(engine & np.append(code.library, False))[table.stack]
-    found: Bools = of_row & table.needed & (table.position == BACKWARD)
+    found: Bools = of_row & table.needed & (table.position == step_positions.BACKWARD)
     return found
 
 
@@ -286,7 +278,7 @@ def _stack_of(table: TimeTable, line: Frame) -> tuple[CodeTree, int]:
     tree = table.tree
     inner = innermost_stack(tree)[table.stack]
     frames = [tree.frames[place] for place in tree.place[inner].tolist()]
-    ahead = np.isin(table.position, (FORWARD, LOSS)) & (inner > 0)
+    ahead = np.isin(table.position, _AHEAD) & (inner > 0)
 
     def most(of: Floats) -> int:
         weight = np.where(ahead, of * table.ns, 0.0)
