@@ -24,16 +24,7 @@ from haiprof.diagnosis.loader_causes import MAKES_LOADER, less_per_sample, loade
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
 from haiprof.diagnosis.verdict import Finding, evidence_rows, make_finding
-from haiprof.run_analysis import code_samples
-from haiprof.run_analysis.ledger import (
-    ACTIVITIES,
-    JOB,
-    NATIVE,
-    OPERATORS,
-    UNKNOWN,
-    waiting_stacks,
-    workers_without_core,
-)
+from haiprof.run_analysis import code_samples, ledger
 from haiprof.run_analysis.lines import (
     MIN_WAY_RATIO,
     TRAINERS,
@@ -55,7 +46,7 @@ WHERE = {
     "between_steps": "between steps",
 }  # fmt: skip
 """How a title names a position."""
-_UNKNOWN = ACTIVITIES[UNKNOWN]
+_UNKNOWN = ledger.ACTIVITIES[ledger.UNKNOWN]
 _MAYBE_OF_OTHERS = ("few_workers", "no_workers", "cores_full", "slow_samples", "part_of_run")
 """Causes of waiting for the loader's workers that may be other processes' doing."""
 _TOLD_OF_INPUT = ("epoch_restart", "part_of_run", "slow_samples")
@@ -221,11 +212,10 @@ def _waits_for_loader(question: Question) -> Finding:
             why = replace(why, title=why.title + at)
     if why is None or why.rule in _MAYBE_OF_OTHERS:
         starved = machine_causes.starvation(inputs)
-        lost = (
-            max(workers_without_core(question.samples, rank) for rank in set(loading.rank.tolist()))
-            if (loading.queue_ns >= 0).any()
-            else machine_causes.lost_to_waiting(inputs)
-        )
+        lost = machine_causes.lost_to_waiting(inputs)
+        if (loading.queue_ns >= 0).any():
+            ranks = set(loading.rank.tolist())
+            lost = max(ledger.workers_without_core(question.samples, rank) for rank in ranks)
         theirs = lost >= min(question.share, 1.0) / 2
         theirs &= max(inputs.loader_workers.values(), default=1) > 0
         if starved is not None and starved.rule == machine_causes.NEIGHBOURS and theirs:
@@ -389,7 +379,7 @@ def _interpreter_lock(question: Question) -> Finding:
     # A thread that holds the lock is looked at once it lets go of it, often where it waits then.
     chosen, used = _other_threads(question)
     of = "a core, in another thread that takes the GIL"
-    lines = code_lines(chosen.take(~waiting_stacks(chosen.tree)[chosen.stack]), of, used)
+    lines = code_lines(chosen.take(~ledger.waiting_stacks(chosen.tree)[chosen.stack]), of, used)
     seen = () if lines else code_lines(chosen, of, used)
     within = f", in {seen[0].function}," if seen else ""
     return make_finding(
@@ -506,10 +496,7 @@ def _waits_for_peer(question: Question, does: str) -> Finding:
     frames = ["/torch/distributed/" in frame.file for frame in samples.tree.frames]
     works = ~samples.tree.holds(np.array([*frames, False]))[samples.stack] & (samples.worker < 0)
     lines = code_lines(samples.take(works), "their time", 1.0)[:1]
-    place = "".join(
-        f" ({ratio_text(line.share)} of its time: "
-        f"{place_text(line.file, line.line, line.function)})" for line in lines
-    )  # fmt: skip
+    place = "".join(f" ({ratio_text(line.share)} of its time: {line.location})" for line in lines)
     who = ranks_text(senders) if senders else "other ranks"
     pronoun = "it does" if len(senders) == 1 else "they do"
     return Finding(
@@ -659,7 +646,7 @@ _MAKES_BATCH = re.compile(
 """In a function or an expression between steps: it may make the next batch."""
 _OUTSIDE = "do it less often, in another process, or not at all"
 _OF_MODEL = [code_samples.TRAINING_PHASES.index(name) for name in ("forward", "backward")]
-_OF_TENSORS = (ACTIVITIES[OPERATORS], ACTIVITIES[NATIVE])
+_OF_TENSORS = (ledger.ACTIVITIES[ledger.OPERATORS], ledger.ACTIVITIES[ledger.NATIVE])
 _ELEMENT = re.compile(r"\[\s*\w+(?:\s*,\s*\w+)+\s*\]")
 """Takes one element of a tensor or an array: `self.m[t,p]`."""
 _BATCHED = (
@@ -737,15 +724,11 @@ _OF_ACTIVITY = {
     "step",
     _UNKNOWN: "record more steps: samples of the stack tell what runs there",
 }
-
-
 _OF_OBJECTS = re.compile(r"\b(?:all_gather|gather|scatter|broadcast|send|recv)_object")
 _OF_TRAINER = (
     "the trainer does it, not the line that calls it: see which of its callbacks, loggers, metrics "
     "and plugins need this, and turn those off or run them less often"
 )
-
-
 _OF_ACCELERATE = (
     "accelerate does it in each call, not the line that calls it: larger batches pay it less "
     "often, and plain PyTorch objects (accelerator.unwrap_model, optimizer.optimizer) not at all"
@@ -772,7 +755,7 @@ def _code(question: Question) -> Finding:
     may_load &= position == "prepare" or _MAKES_BATCH.search(text) is not None
     is_outside = position not in _DO or may_load or of_gradients
     of_tensors = account.activity in _OF_TENSORS or _ELEMENT.search(text) is not None
-    of_tensors &= account.package == JOB and is_outside
+    of_tensors &= account.package == ledger.JOB and is_outside
     loop = _loop_kind(question) if of_tensors else 0
     other = account.also.activity if account.also else account.activity
     also = f"; {_OF_ACTIVITY[other]}" if other in _OF_ACTIVITY and other != account.activity else ""
@@ -836,7 +819,8 @@ def _also_text(account: Account) -> str:
         return ""
     at = f"line {also.line}" if also.file == account.file else place_text(also.file, also.line, "")
     code = shorten(expression_text(also.expression), CODE_CHARS)
-    words = "native code" if also.activity == ACTIVITIES[NATIVE] else activity_words(also.activity)
+    is_native = also.activity == ledger.ACTIVITIES[ledger.NATIVE]
+    words = "native code" if is_native else activity_words(also.activity)
     does = "" if also.activity == account.activity else f", {words}"
     return f" ({ratio_text(also.ratio)} of it: {f'{at} {code}'.strip()}{does})"
 

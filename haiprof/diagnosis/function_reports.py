@@ -11,23 +11,8 @@ import polars as pl
 
 from haiprof.base.errors import RunFormatError, UsageError
 from haiprof.base.units import ranks_text, ratio_text
-from haiprof.diagnosis.gpu_functions import (
-    ABNORMAL,
-    BETA,
-    FUNCTIONS,
-    FunctionReport,
-    by_function,
-    communication_report,
-    differs,
-    gpu_compute_report,
-    mean_text,
-    memory_report,
-    over_ranks,
-    sorted_ranks,
-    spread_of,
-    too_few_ranks,
-    with_distance,
-)
+from haiprof.diagnosis import gpu_functions
+from haiprof.diagnosis.gpu_functions import BETA, FunctionReport, mean_text, sorted_ranks
 from haiprof.diagnosis.thresholds import ABNORMAL_RATIO, FAR_MAD_FACTOR, FAR_MIN_RANKS
 from haiprof.run_analysis.counters import COUNTER_SCHEMA
 from haiprof.run_analysis.run_frames import RunFrames
@@ -94,7 +79,8 @@ def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
     # operators are part of a stack, too.
     functions = patterns.functions.filter(pl.col("kind") == kind)
     abnormal = _abnormal_host(functions)
-    missing, facts = list(too_few_ranks(patterns)), {"abnormal": sorted_ranks(abnormal)}
+    missing = list(gpu_functions.too_few_ranks(patterns))
+    facts = {"abnormal": sorted_ranks(abnormal)}
     line: Callable[[str, pl.DataFrame, list[int]], str] = _python_line
     title, nothing = "CUDA runtime", _NO_RUNTIME
     if kind == RUNTIME:
@@ -105,17 +91,18 @@ def _host_report(patterns: Patterns, kind: str) -> FunctionReport:
         facts["far"] = sorted_ranks(abnormal.filter("is_far"))
         missing += [] if has_python.all() else [_NO_STACKS]
     missing += [NO_GPU] if functions[BETA].null_count() else []
-    table = by_function(
+    table = gpu_functions.by_function(
         functions, pl.col("median_ns").median(),
-        pl.when(pl.col(BETA).null_count() == 0).then(over_ranks(BETA, patterns)),
-        over_ranks("share_ratio", patterns), order=[-pl.col("share_ratio")],
+        pl.when(pl.col(BETA).null_count() == 0).then(gpu_functions.over_ranks(BETA, patterns)),
+        gpu_functions.over_ranks("share_ratio", patterns), order=[-pl.col("share_ratio")],
     )  # fmt: skip
     first = list(abnormal.group_by("name", maintain_order=True))[:_LINE_LIMIT]
     said = (
         line(str(name), rows, sorted_ranks(rows.filter("is_far"))) for (name, *_), rows in first
     )
     return FunctionReport(
-        kind=kind, title=title, tables={ABNORMAL: abnormal, FUNCTIONS: table}, facts=facts,
+        kind=kind, title=title, facts=facts,
+        tables={gpu_functions.ABNORMAL: abnormal, gpu_functions.FUNCTIONS: table},
         meaning=tuple(said), missing=(nothing,) if functions.is_empty() else tuple(missing),
     )  # fmt: skip
 
@@ -135,9 +122,9 @@ def _abnormal_host(functions: pl.DataFrame) -> pl.DataFrame:
     above = functions.filter(pl.col(BETA) > ABNORMAL_RATIO).select("type", "name").unique()
     grid = above.join(functions.select("rank").unique(), how="cross")
     own = grid.join(functions, on=["rank", "type", "name"], how="left")
-    judged = with_distance(own.with_columns(pl.col(BETA).fill_null(0.0)), BETA)
+    judged = gpu_functions.with_distance(own.with_columns(pl.col(BETA).fill_null(0.0)), BETA)
     more = pl.col(BETA) - pl.col(f"{BETA}_median") > ABNORMAL_RATIO
-    far = (pl.col("is_far") & differs(BETA, high=True) & more).fill_null(value=False)
+    far = (pl.col("is_far") & gpu_functions.differs(BETA, high=True) & more).fill_null(value=False)
     return (
         judged.with_columns(is_far=far)
         .filter(pl.col(BETA) > ABNORMAL_RATIO)
@@ -151,7 +138,8 @@ def _abnormal_host(functions: pl.DataFrame) -> pl.DataFrame:
 
 
 REPORTS: Mapping[str, Callable[[Patterns], FunctionReport]] = {
-    GPU_COMPUTE: gpu_compute_report, MEMORY: memory_report, COMMUNICATION: communication_report,
+    GPU_COMPUTE: gpu_functions.gpu_compute_report, MEMORY: gpu_functions.memory_report,
+    COMMUNICATION: gpu_functions.communication_report,
     RUNTIME: partial(_host_report, kind=RUNTIME), PYTHON: partial(_host_report, kind=PYTHON),
 }  # fmt: skip
 """By the kind of function that each is about, in PerfTracker's order."""
@@ -201,7 +189,7 @@ def function_reports(patterns: Patterns, only: str | None = None) -> FunctionRep
 def _report(kind: str, patterns: Patterns) -> FunctionReport:
     """With what all functions of the kind take together, over the ranks."""
     found = REPORTS[kind](patterns)
-    whole = spread_of(patterns.totals[f"{kind.replace('-', '_')}_ratio"])
+    whole = gpu_functions.spread_of(patterns.totals[f"{kind.replace('-', '_')}_ratio"])
     return replace(found, facts={"bottleneck": whole, **found.facts})
 
 

@@ -12,16 +12,9 @@ import numpy.typing as npt
 from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, POSITIONS
 from haiprof.base.units import duration_text
+from haiprof.run_analysis import ledger
 from haiprof.run_analysis.collectives import Arrivals
-from haiprof.run_analysis.ledger import (
-    BESIDE_SAVE,
-    COLLECTION,
-    LONG,
-    NO_CORE,
-    USUAL,
-    TimeTable,
-    period_kinds,
-)
+from haiprof.run_analysis.ledger import TimeTable
 from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.run_frames import Cells
 from haiprof.run_analysis.step_positions import BACKWARD, StepPositions
@@ -30,7 +23,7 @@ Singles = npt.NDArray[np.float32]
 FREE, BESIDE, NEITHER = 0, 1, -1
 """Of a step: no save was written in it; one was when it began; one began in it, or not known."""
 _COUNT = len(POSITIONS)
-_COLLECTED = BESIDE_SAVE + 1
+_COLLECTED = ledger.BESIDE_SAVE + 1
 _CELLS = (_COLLECTED + 1) * _COUNT
 _Z = 1.96
 _BLOCKS = 20
@@ -238,7 +231,7 @@ class JobTime:
 
     def _share(self, table: TimeTable, rows: Ints) -> Floats:
         """[rank, kind or collections, position]: what rows have of each cell's time."""
-        kind = np.where(table.activity == COLLECTION, _COLLECTED, table.kind)
+        kind = np.where(table.activity == ledger.COLLECTION, _COLLECTED, table.kind)
         cell = kind * _COUNT + table.cell
         ranks = np.flatnonzero(np.bincount(table.rank))  # few, of very many rows
         place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int64)
@@ -329,13 +322,13 @@ class JobTime:
 
     def _makes_spikes(self, table: TimeTable, rows: Ints, *, is_regular: bool) -> bool | None:
         """Whether its positions' long periods are its own; None: they may be the machine's."""
-        long = self._same_cells(table, rows) & (table.kind == LONG)
+        long = self._same_cells(table, rows) & (table.kind == ledger.LONG)
         whole = float(table.ns[long].sum())
         if float(table.ns[rows[long[rows]]].sum()) < _OWN_SPIKES * whole:
             return False  # another one makes them long, in which it was sampled now and then
         # Where they mostly wait for a core they are the machine's: what runs in them runs in the
         # others, too. But who waits at every Nth step has some reason for it.
-        lost = table.activity == NO_CORE
+        lost = table.activity == ledger.NO_CORE
         own = float(table.ns[rows[lost[rows]]].sum()) > 0.5 * float(table.ns[rows].sum())
         most = 0.5 if is_regular else _DISTURBED
         if (own and is_regular) or float(table.ns[long & lost].sum()) <= most * whole:
@@ -469,11 +462,11 @@ def job_time(
         means = plain if (count == 1).all() else plain / count
         if beside is not None:
             saved[row] = _of_stretches(beside[rank], own, *at)
-        kind = period_kinds(means, saved[row] == BESIDE)
+        kind = ledger.period_kinds(means, saved[row] == BESIDE)
         cells[:, row], kinds[:, row] = means, kind
         collected[row] = pauses.sum(axis=0) / count
         period[row] = (plain + pauses).sum(axis=0) / count
-        for of_kind in (USUAL, LONG, BESIDE_SAVE):
+        for of_kind in (ledger.USUAL, ledger.LONG, ledger.BESIDE_SAVE):
             totals[row, of_kind, used] = np.where(kind == of_kind, plain, 0).sum(axis=1)
         totals[row, _COLLECTED, used] = pauses.sum(axis=1)
         if device is not None:
@@ -798,7 +791,7 @@ def _find_growth(
     share = seen[:, 0] / np.maximum(seen[:, 1], 1.0)
     before, after = float(exact_ns[:cut].mean()), float(exact_ns[cut:].mean())
     rest = float(others_ns[:cut].mean()), float(others_ns[cut:].mean())
-    disturbed = cells.ns[cells.activity == NO_CORE].sum() > _DISTURBED * cells.ns.sum()
+    disturbed = cells.ns[cells.activity == ledger.NO_CORE].sum() > _DISTURBED * cells.ns.sum()
     if disturbed:
         before = after = 1.0  # who has the cores may have changed: its share alone tells
     elif min(rest) > 0:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from haiprof.base.intervals import Bools, Floats, Ints
-from haiprof.run_analysis import ledger
+from haiprof.run_analysis import ledger, step_positions
 from haiprof.run_analysis.code_samples import CodeTree, Frame
 from haiprof.run_analysis.lines import (
     functions_of,
@@ -24,19 +24,7 @@ from haiprof.run_analysis.lines import (
     is_part_of_function,
     written_in,
 )
-from haiprof.run_analysis.step_positions import (
-    AFTER_STEP,
-    BACKWARD,
-    BETWEEN_STEPS,
-    COMPILE,
-    EVALUATION,
-    FORWARD,
-    GRADIENTS,
-    INPUT,
-    LOSS,
-    OPTIMIZER,
-    PREPARE,
-)
+from haiprof.run_analysis.step_positions import BACKWARD, EVALUATION, FORWARD, INPUT, OPTIMIZER
 from haiprof.run_format.stack_lines import LAYERS, OPERATIONS_BIT, RECURRENCE
 
 FRAMEWORKS = frozenset({
@@ -45,11 +33,11 @@ FRAMEWORKS = frozenset({
     "megatron", "torchtitan", "fairscale", "ignite", "fastai",
 })  # fmt: skip
 """Packages whose code in a model or an optimizer is the model's and the optimizer's own."""
-_WITHOUT_PHASES = (PREPARE, AFTER_STEP)
+_WITHOUT_PHASES = (step_positions.PREPARE, step_positions.AFTER_STEP)
 """Where the model is in a job of which only the ends of steps are known."""
-_WITH_ROLLOUTS = (PREPARE, BETWEEN_STEPS)
+_WITH_ROLLOUTS = (step_positions.PREPARE, step_positions.BETWEEN_STEPS)
 """Where code in a module is a model's that is not trained: a teacher's, a policy's."""
-_AFTER_INPUT = (FORWARD, LOSS, BACKWARD, GRADIENTS, OPTIMIZER, AFTER_STEP)
+_AFTER_INPUT = range(FORWARD, step_positions.AFTER_STEP + 1)
 _HARDLY = 0.1
 """A rank that spends so little of what another does on some work is without it."""
 _PURE = 0.5
@@ -156,7 +144,7 @@ def _is_models_own(table: ledger.TimeTable) -> Bools:
         for frame in table.tree.frames
     ]
     is_own_call = table.tree.calls_libraries(np.array([*own_files, False]))[table.stack]
-    is_own_call &= ~np.isin(table.position, (COMPILE, EVALUATION))
+    is_own_call &= ~np.isin(table.position, (step_positions.COMPILE, EVALUATION))
     inside = np.isin(table.position, ledger.MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
@@ -251,7 +239,7 @@ def find_opportunities(
         if len(rows := take((table.activity == activity) & lineless))
     ]
     found += take_at(_holds(table, _SAVES), SAVED)
-    found += take_at(table.position == COMPILE, None)
+    found += take_at(table.position == step_positions.COMPILE, None)
     if len(rows := take(_is_recomputed(table))):
         at = _find_checkpointing(table)
         found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))

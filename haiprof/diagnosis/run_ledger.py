@@ -24,28 +24,9 @@ from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.settings_facts import SEEN_IN
 from haiprof.diagnosis.small_operators import Recurrence, find_loops, give_lines
 from haiprof.diagnosis.verdict import Finding
+from haiprof.run_analysis import ledger, lines
 from haiprof.run_analysis.code_samples import CodeSamples
-from haiprof.run_analysis.ledger import (
-    ACTIVITIES,
-    COLLECTION,
-    LINK_WAIT,
-    MODEL_POSITIONS,
-    NO_CORE,
-    OPERATORS,
-    PEER_WAIT,
-    PYTHON,
-    UNKNOWN,
-    RankSamples,
-    TimeTable,
-    time_table,
-)
-from haiprof.run_analysis.lines import (
-    common_callees,
-    functions_of,
-    innermost_stack,
-    innermost_written_stack,
-    written_in,
-)
+from haiprof.run_analysis.ledger import LINK_WAIT, OPERATORS, PEER_WAIT, RankSamples, TimeTable
 from haiprof.run_analysis.run_files import text
 from haiprof.run_analysis.run_frames import Cells, RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE
@@ -155,15 +136,14 @@ def run_ledger(
     chosen |= set(sorted(saves.own)[:1]) if saves else set()
     samples = analyzer.code_samples(chosen)
     parts = [_rank_samples(inputs, rank, steps[rank], time, saves) for rank in sorted(chosen)]
-    table = time_table(samples, parts, uses_gpu=inputs.uses_gpu)
+    table = ledger.time_table(samples, parts, uses_gpu=inputs.uses_gpu)
     # A rank that was killed before it wrote its samples is as those that were sampled.
     sampled = np.isin(table.rank, table.rank[table.count > 0])
     table = opportunities.mark_needed(table.take(sampled) if sampled.any() else table)
-    lines = inputs.traces.lines
-    table, loops = find_loops(table, samples, time, lines)
+    table, loops = find_loops(table, samples, time, inputs.traces.lines)
     found = opportunities.find_opportunities(table, loops.found)
     for place, each in enumerate(found):
-        if each.activity == COLLECTION:
+        if each.activity == ledger.COLLECTION:
             at = _asked_collections(inputs) or _collecting_place(samples, parts)
             found[place] = replace(each, at=at)
     found = opportunities.join_restarts(table, found) if restarts_workers(inputs) else found
@@ -185,16 +165,16 @@ def run_ledger(
     elif time.waits_for_all and _inputs_differ(inputs.input_sizes, left):
         found = [replace(each, key="data_imbalance" if each.activity == PEER_WAIT else each.key)
                  for each in found]  # fmt: skip
-    if lines is not None:
+    if inputs.traces.lines is not None:
         table = give_lines(table, loops)
     for fact in facts:
         if fact.is_priced:
             table, found = _split_setting(table, found, fact, time)
     table, found = _keep_needed_link(table, found, inputs, time)  # of what settings leave
     median = float(np.median([own["step_ns"].median() for own in inputs.by_rank.values()]))
-    ledger, rows = _ledger(table, time, found, left, late)
+    made, rows = _ledger(table, time, found, left, late)
     return RunLedger(
-        ledger=replace(ledger, median_ns=median, missing=_missing(analyzer, table)),
+        ledger=replace(made, median_ns=median, missing=_missing(analyzer, table)),
         samples=samples, late=late, slowed=slowed, recurrences=loops.recurrences,
         time=time, table=table, rows=rows,
     )  # fmt: skip
@@ -233,7 +213,7 @@ def _asked_collections(inputs: RuleInputs) -> CodePlace | None:
         return None
     return CodePlace(
         file=most.collect_file, line=most.collect_line,
-        function=written_in(most.collect_function or "<module>"),
+        function=lines.written_in(most.collect_function or "<module>"),
     )  # fmt: skip
 
 
@@ -282,11 +262,11 @@ def _keep_needed_link(
     bytes_ns = 2 * (count - 1) / count * most_bytes / thresholds.LINK_BYTES_PER_S * NS_PER_S
     most_ns = bytes_ns + thresholds.LINK_LATENCY_NS
     usual_ns = bytes_ns + thresholds.LINK_USUAL_NS
-    has_phases = np.isin(table.position, MODEL_POSITIONS).any()
+    has_phases = np.isin(table.position, ledger.MODEL_POSITIONS).any()
     kept = []
     for each in found:
         whole = time.mean_of(table, each.rows)
-        is_beside = has_phases and each.position not in (*MODEL_POSITIONS, GRADIENTS)
+        is_beside = has_phases and each.position not in (*ledger.MODEL_POSITIONS, GRADIENTS)
         if each.activity != LINK_WAIT or each.key is not None or not whole or is_beside:
             kept.append(each)
             continue
@@ -369,7 +349,7 @@ def _split_setting(
     seen = np.flatnonzero(is_seen & (table.position != COMPILE))
     inside = np.isin(table.position, [POSITIONS.index(phase) for phase in setting.phases])
     rows = np.setdiff1d(np.flatnonzero(table.needed & inside), seen)
-    calls = rows[table.activity[rows] == PYTHON]
+    calls = rows[table.activity[rows] == ledger.PYTHON]
     # Fewer numbers need no fewer calls: not Python's, nor what torch does in each of them, which
     # may be as much in forward, and in backward.
     unsure_ns = 2 * setting.work_ratio * time.mean_of(table, calls)
@@ -379,8 +359,8 @@ def _split_setting(
     lost = max(lost_ns / max(float(table.ns[rows].sum()), 1.0), setting.work_ratio)
     taken = seen
     # What waits for a core while it works for the setting's sake is gained with it.
-    starved = np.flatnonzero(inside & (table.activity == NO_CORE) & (table.work == OPERATORS))
-    works, lost = np.append(rows, starved), min(lost, _MOST_SPLIT)
+    starved = inside & (table.activity == ledger.NO_CORE) & (table.work == OPERATORS)
+    works, lost = np.append(rows, np.flatnonzero(starved)), min(lost, _MOST_SPLIT)
     for part, share in ((works, lost), (waits, setting.exchange_ratio)):
         if len(part) and share > 0:
             table, new = table.split(part, share, needed=False)
@@ -447,7 +427,7 @@ def _ledger(
     late: Stragglers | None,
 ) -> tuple[Ledger, tuple[Ints, ...]]:
     """The ledger, and the rows of the table by account."""
-    code = table.tree.place[innermost_written_stack(table.tree)]
+    code = table.tree.place[lines.innermost_written_stack(table.tree)]
     make = _Accounts(table=table, time=time, code=code, left=left, late=late)
     priced = [(make.opportunity(each), each.rows) for each in found]
     priced.sort(key=lambda one: -one[0].gain_ns)
@@ -458,7 +438,7 @@ def _ledger(
     accounts = tuple(account for account, _ in (*priced, *others))
     mean = time.mean_ns
     residual = mean - sum(account.ns_per_step for account in accounts)
-    ledger = Ledger(
+    made = Ledger(
         mean_ns=mean, median_ns=0.0, count=int(time.count.sum()),
         residual_ns=max(residual, unseen) if abs(residual - unseen) < 1 else residual,
         positions=time.positions, accounts=accounts,
@@ -470,7 +450,7 @@ def _ledger(
         rests_on=f"spans of {time.count.sum()} steps, without warm-up and traced ones, and "
         f"{_sample_count(table)} samples",
     )  # fmt: skip
-    return ledger, tuple(rows for _, rows in (*priced, *others))
+    return made, tuple(rows for _, rows in (*priced, *others))
 
 
 def _sample_count(table: TimeTable) -> int:
@@ -535,7 +515,7 @@ class _Accounts:
         return Account(
             ranks=self.late.ranks if found.key == "ranks_uneven" and self.late else ranks,
             slowest_rank=slowest if is_uneven else None, position=POSITIONS[found.position],
-            activity=ACTIVITIES[found.activity],
+            activity=ledger.ACTIVITIES[found.activity],
             package=max(held, key=lambda name: (held[name], name or ""), default=None),
             gain_ns=gain, gain_low_ns=min(max(low - found.unsure_ns, 0.0), gain),
             gain_high_ns=max(high, gain), when=found.when or time.when(table, main, *both),
@@ -551,15 +531,15 @@ class _Accounts:
         Work of the model that was never sampled is the residual: its position is known, no more.
         """
         table, tree = self.table, self.table.tree
-        sampled = table.activity[rows] != UNKNOWN
+        sampled = table.activity[rows] != ledger.UNKNOWN
         unseen = self.time.mean_of(table, rows[~sampled])
         rows = rows[sampled]
-        frame = tree.line_places()[innermost_stack(tree)][table.stack[rows]]
+        frame = tree.line_places()[lines.innermost_stack(tree)][table.stack[rows]]
         names, package = np.unique([*table.packages, ""], return_inverse=True)
         package[-1] = -1
         keys = np.stack([
             table.position[rows], table.activity[rows], package[tree.place[table.stack[rows]]],
-            functions_of(tree)[1][frame], table.needed[rows],
+            lines.functions_of(tree)[1][frame], table.needed[rows],
         ])  # fmt: skip
         _, group = np.unique(keys, axis=1, return_inverse=True)
         small = np.bincount(group, table.ns[rows])[group] < SMALL_RATIO * float(table.ns.sum())
@@ -578,7 +558,7 @@ class _Accounts:
                     series = self.time.series_of(table, own).mean(axis=0, dtype=np.float64)
                     when = self.time.when(table, own, series, series)
             account = Account(
-                ranks=(), position=POSITIONS[key[0]], activity=ACTIVITIES[key[1]],
+                ranks=(), position=POSITIONS[key[0]], activity=ledger.ACTIVITIES[key[1]],
                 package=str(names[key[2]]) if key[2] >= 0 else None, needed=bool(key[4]), when=when,
                 **self._measure(own, mean), **at,
             )  # fmt: skip
@@ -624,7 +604,7 @@ class _Accounts:
         return {
             "file": file, "line": line, "function": function, "expression": most or None,
             "expression_ratio": time[most] / max(float(ns.sum()), 1.0) if most else None,
-            "callees": common_callees(tree, table.stack[inner], table.ns[inner]),
+            "callees": lines.common_callees(tree, table.stack[inner], table.ns[inner]),
             "also": self._also(rows, frame, ns, inside),
         }  # fmt: skip
 
@@ -641,6 +621,6 @@ class _Accounts:
         at = self.table.tree.frames[most]
         activity = int(np.bincount(self.table.work[rows[own]], ns[own]).argmax())
         return AccountPart(
-            file=at.file, line=at.line, function=written_in(at.function),
-            expression=at.expression or None, activity=ACTIVITIES[activity], ratio=ratio,
+            file=at.file, line=at.line, function=lines.written_in(at.function),
+            expression=at.expression or None, activity=ledger.ACTIVITIES[activity], ratio=ratio,
         )  # fmt: skip

@@ -179,15 +179,21 @@ def _memory(cgroup: Cgroup | Unavailable) -> tuple[Reading, ...]:
     if isinstance(cgroup, Unavailable):
         columns = CGROUP.names("memory_used_bytes", "memory_oom_count")
         return (refused_reading(columns, _MEMBERSHIPS, cgroup),)
-    return _memory_v1(cgroup) if cgroup.version == 1 else _memory_v2(cgroup)
-
-
-def _memory_v2(cgroup: Cgroup) -> tuple[Reading, ...]:
     folder = cgroup.folder
 
-    def of(name: str, columns: Sequence[str], parse: _Parse, lacking: str) -> Reading:
+    def of(name: str, columns: Sequence[str], parse: _Parse, lacking: str = _OLD_KERNEL) -> Reading:
         return file_reading(folder / name, columns, parse, lacking=lacking)
 
+    if cgroup.version == 1:
+        stat, origin = _MemoryStatV1(str(folder)), f"{folder}/memory.stat"
+        return (
+            of("memory.usage_in_bytes", ("memory_used_bytes",), _number),
+            of("memory.max_usage_in_bytes", ("memory_peak_bytes",), _number),
+            of("memory.stat", _STAT_V1, stat),
+            Reading(columns=("memory_limit_bytes",), origin=origin, read=stat.limit),
+            of("memory.failcnt", ("memory_limit_hit_count",), _number),
+            of("memory.oom_control", ("memory_oom_count",), NamedNumbers(("oom_kill ",))),
+        )
     hits = CGROUP.names("memory_limit_hit_count", "memory_oom_count")
     return (
         of("memory.current", ("memory_used_bytes",), _number, _MEMORY_MISSING),
@@ -196,22 +202,6 @@ def _memory_v2(cgroup: Cgroup) -> tuple[Reading, ...]:
         of("memory.swap.current", _STAT_V1[2:], _number, "no swap accounting in this cgroup"),
         of("memory.events", hits, NamedNumbers(("max ", "oom_kill ")), _MEMORY_MISSING),
         limit_reading(MEMORY_LIMIT, "memory_limit_bytes", "memory.max", cgroup),
-    )
-
-
-def _memory_v1(cgroup: Cgroup) -> tuple[Reading, ...]:
-    folder, stat = cgroup.folder, _MemoryStatV1(str(cgroup.folder))
-
-    def of(name: str, columns: Sequence[str], parse: _Parse) -> Reading:
-        return file_reading(folder / name, columns, parse, lacking=_OLD_KERNEL)
-
-    return (
-        of("memory.usage_in_bytes", ("memory_used_bytes",), _number),
-        of("memory.max_usage_in_bytes", ("memory_peak_bytes",), _number),
-        of("memory.stat", _STAT_V1, stat),
-        Reading(columns=("memory_limit_bytes",), origin=f"{folder}/memory.stat", read=stat.limit),
-        of("memory.failcnt", ("memory_limit_hit_count",), _number),
-        of("memory.oom_control", ("memory_oom_count",), NamedNumbers(("oom_kill ",))),
     )
 
 

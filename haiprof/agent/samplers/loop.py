@@ -295,9 +295,7 @@ class SamplingLoop:
     def _choose(self) -> Sequence[TableSampler]:
         if self.samplers is not None:
             return self.samplers
-        from haiprof.agent.samplers.registry import (
-            SAMPLERS,  # slow: in this thread, not earlier
-        )
+        from haiprof.agent.samplers.registry import SAMPLERS  # slow: not earlier
 
         chosen = [kind for kind in SAMPLERS if kind.recorder in self.options.recorder]
         return [kind(self._surroundings) for kind in chosen]

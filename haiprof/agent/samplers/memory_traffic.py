@@ -15,18 +15,8 @@ from pathlib import Path
 from haiprof.agent.samplers.ranks import RankSampler
 from haiprof.agent.samplers.table import Node, RankProcess, TableSampler
 from haiprof.base.control_group_limits import parse_cpu_list
-from haiprof.linux.perf_events import (
-    EXCLUDE_KERNEL,
-    INHERIT,
-    TYPE_CACHE,
-    TYPE_HARDWARE,
-    TYPE_RAW,
-    Counters,
-    Event,
-    Kernel,
-    refusal,
-    resctrl_entities,
-)
+from haiprof.linux import perf_events
+from haiprof.linux.perf_events import TYPE_HARDWARE, TYPE_RAW, Counters, Event, Kernel, refusal
 from haiprof.linux.procfs import list_names, read_start_ticks
 from haiprof.linux.readings import Entity, EntityGone, Reading, Unavailable, Value
 from haiprof.linux.topology import PMU_FOLDER, Cpu, no_core_pmu, node_count, read_cpu, socket_of_cpu
@@ -333,7 +323,7 @@ class MemoryBandwidthSampler(TableSampler):
     def find(self) -> Iterable[Entity]:
         """The sockets, from the first source that gives a total."""
         try:
-            return resctrl_entities(self.root)
+            return perf_events.resctrl_entities(self.root)
         except Unavailable as why:
             first = why
         try:
@@ -351,7 +341,7 @@ LOCAL_FILLS, REMOTE_FILLS = "local_dram_bytes", "remote_dram_bytes"
 _CACHE_MISSES, _TLB_LOAD_MISSES = 3, 3 | 0 << 8 | 1 << 16
 """PERF_COUNT_HW_CACHE_MISSES; PERF_COUNT_HW_CACHE_DTLB with OP_READ and RESULT_MISS: the kernel
 knows which event of Intel's or AMD's that is (perf_event_open(2))."""
-_OWN_THREADS = EXCLUDE_KERNEL | INHERIT
+_OWN_THREADS = perf_events.EXCLUDE_KERNEL | perf_events.INHERIT
 
 
 def _raw(name: str, config: int, config1: int = 0) -> Event:
@@ -405,7 +395,7 @@ def core_events(cpu: Cpu) -> Mapping[str, Event | Unavailable]:
         REMOTE_FILLS: remote,
         CACHE: Event(name="cache-misses", type=TYPE_HARDWARE, config=_CACHE_MISSES,
                      bits=_OWN_THREADS),
-        TLB: Event(name="dTLB-load-misses", type=TYPE_CACHE, config=_TLB_LOAD_MISSES,
+        TLB: Event(name="dTLB-load-misses", type=perf_events.TYPE_CACHE, config=_TLB_LOAD_MISSES,
                    bits=_OWN_THREADS),
     }  # fmt: skip
 

@@ -11,16 +11,10 @@ from typing import Any
 from haiprof.agent.samplers.table import Node, RankProcess, RankReports, TableSampler
 from haiprof.base.control_group_limits import parse_cpu_list
 from haiprof.base.errors import RunFormatError
-from haiprof.linux import topology
+from haiprof.linux import procfs, topology
 from haiprof.linux.memory import MovePages, PageSample, move_pages
 from haiprof.linux.processes import Family, ProcessTree
-from haiprof.linux.procfs import (
-    file_reading,
-    last_number,
-    read_process,
-    read_start_ticks,
-    read_stat,
-)
+from haiprof.linux.procfs import file_reading
 from haiprof.linux.readings import Entity, EntityGone, Reading, Unavailable, Value
 from haiprof.run_format.tables import PLACEMENT, PROCESS
 
@@ -49,7 +43,7 @@ class RankSampler(TableSampler):
             raise Unavailable(f"{self.root / 'proc'}: no such folder")
         if self._pid is None:
             return []
-        start_ticks = read_start_ticks(self.root, self._pid)
+        start_ticks = procfs.read_start_ticks(self.root, self._pid)
         if start_ticks is None:
             raise Unavailable(f"no process {self._pid}")
         name = f"process {self._pid}"
@@ -91,7 +85,7 @@ class RankSampler(TableSampler):
     def _check(self, process: RankProcess) -> None:
         # A restarted rank and a reused pid have another key, so that no rate spans both. The first
         # reading of a rank has to raise `EntityGone` when the process has ended.
-        pid, start_ticks = process.pid, read_start_ticks(self.root, process.pid)
+        pid, start_ticks = process.pid, procfs.read_start_ticks(self.root, process.pid)
         if start_ticks is None:
             reason = f"no process {pid} (it has ended, or it runs in another PID namespace)"
             self.missing.note(process.name, Unavailable(reason, remedy=_OTHER_NAMESPACE))
@@ -154,7 +148,7 @@ class ProcessSampler(RankSampler):
         )  # fmt: skip
 
     def _read_family(self, process: RankProcess, family: Family) -> tuple[Value | Unavailable, ...]:
-        read = partial(read_process, self.root)
+        read = partial(procfs.read_process, self.root)
         totals = family.update(self._tree.children, read, others=self._rank_pids)
         if totals is None:
             raise EntityGone
@@ -179,8 +173,8 @@ def parse_run_queue_wait(content: bytes) -> tuple[int | None]:
 
 def parse_context_switches(content: bytes) -> tuple[int | None, int | None]:
     """All context switches of a thread and the involuntary ones, from its status."""
-    voluntary = last_number(content, b"\nvoluntary_ctxt_switches:")
-    involuntary = last_number(content, b"\nnonvoluntary_ctxt_switches:")
+    voluntary = procfs.last_number(content, b"\nvoluntary_ctxt_switches:")
+    involuntary = procfs.last_number(content, b"\nnonvoluntary_ctxt_switches:")
     if voluntary is None or involuntary is None:
         return (None, involuntary)
     return (voluntary + involuntary, involuntary)
@@ -306,7 +300,7 @@ class _ProcessPlacement:
         }  # fmt: skip
 
     def _read_cpu(self) -> tuple[int, int | None]:
-        fields = read_stat(self.root, self.process.pid)
+        fields = procfs.read_stat(self.root, self.process.pid)
         if fields is None or int(fields[19]) != self.process.start_ticks or fields[0] in b"ZXx":
             raise EntityGone
         self._thread_count = int(fields[17])

@@ -15,15 +15,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from haiprof.agent.samplers import network
 from haiprof.agent.samplers.filesystem import FilesystemSampler
 from haiprof.agent.samplers.gpu import DcgmSampler, GpuHealthSampler, GpuSampler, profiling_setting
 from haiprof.agent.samplers.host import CgroupSampler, HostSampler, NumaSampler
 from haiprof.agent.samplers.memory_traffic import MemoryBandwidthSampler, RemoteMemorySampler
-from haiprof.agent.samplers.network import (
-    EthernetSampler,
-    InfinibandHealthSampler,
-    InfinibandSampler,
-)
 from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.table import ALL_METRICS, CounterState, Missing, Node, TableSampler
@@ -34,8 +30,9 @@ from haiprof.run_format.schema import Column
 
 SAMPLERS = (
     HostSampler, CgroupSampler, ProcessSampler, PlacementSampler, GpuSampler, GpuHealthSampler,
-    DcgmSampler, InfinibandSampler, InfinibandHealthSampler, EthernetSampler, FilesystemSampler,
-    NumaSampler, MemoryBandwidthSampler, RemoteMemorySampler,
+    DcgmSampler, network.InfinibandSampler, network.InfinibandHealthSampler,
+    network.EthernetSampler, FilesystemSampler, NumaSampler, MemoryBandwidthSampler,
+    RemoteMemorySampler,
 )  # fmt: skip
 
 

@@ -17,22 +17,12 @@ from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.intervals import Floats
 from haiprof.base.statistics import RUN_RATIO, BlockMean, Uncertain, adjust_p_values, block_mean
 from haiprof.base.units import duration_text, ratio_text
-from haiprof.diagnosis.compare.compared_run import (
-    ComparedRun,
-    Differs,
-    differences,
-    open_compared_run,
-    steady,
-    unknown,
-)
+from haiprof.diagnosis.compare import compared_run
+from haiprof.diagnosis.compare.compared_run import ComparedRun, Differs, open_compared_run, steady
 from haiprof.diagnosis.machine_causes import used_by_others
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.thresholds import COMPARE_MIN_STEPS, COMPARE_P_VALUE
-from haiprof.run_analysis.counter_summaries import (
-    host_windows,
-    select_training_samples,
-    training_spans,
-)
+from haiprof.run_analysis import counter_summaries
 from haiprof.run_analysis.ledger import ACTIVITIES, ON_CORE, UNKNOWN
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import STEP_PHASES
@@ -295,9 +285,10 @@ def counter_changes(before: ComparedRun, after: ComparedRun) -> tuple[CounterCha
 
 
 def _series(side: ComparedRun) -> dict[tuple[str, str, str], Floats]:
-    spans = training_spans(side.inputs.by_rank.values())
+    spans = counter_summaries.training_spans(side.inputs.by_rank.values())
     valid = side.analyzer.counters().drop_nulls("value")
-    inside = select_training_samples(valid, host_windows(spans, side.analyzer.ranks()))
+    windows = counter_summaries.host_windows(spans, side.analyzer.ranks())
+    inside = counter_summaries.select_training_samples(valid, windows)
     if not inside.height:
         return {}
     times = inside["time_ns"].to_numpy()
@@ -644,8 +635,8 @@ def compare_runs(
         no_accounts=no_accounts, promise=promise(accounts, change),
         ranks=rank_changes(old, new) if known and old and new else (),
         counters=counter_changes(before, after) if known else (),
-        loads=(load_of(before), load_of(after)), differs=differences(before, after),
-        kernels=kernels, no_kernels=why, unknown=unknown(before, after),
+        loads=(load_of(before), load_of(after)), differs=compared_run.differences(before, after),
+        kernels=kernels, no_kernels=why, unknown=compared_run.unknown(before, after),
     )  # fmt: skip
 
 
