@@ -135,11 +135,9 @@ def meaning(output: str, otherwise: str) -> Refusal:
 
 
 def _ask(
-    words: list[str],
-    environ: Mapping[str, str],
-    in_child: Callable[[], None] | None,
+    words: list[str], environ: Mapping[str, str], in_child: Callable[[], None] | None,
     timeout_s: float,
-) -> str:
+) -> str:  # fmt: skip
     """What a command prints; whatever it started ends with it."""
     with subprocess.Popen(
         words, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

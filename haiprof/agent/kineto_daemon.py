@@ -373,11 +373,9 @@ class KinetoAgent:
     """Answers processes that run with KINETO_USE_DAEMON."""
 
     def __init__(
-        self,
-        address: str,
-        failed: Callable[[str], None] = lambda _: None,
+        self, address: str, failed: Callable[[str], None] = lambda _: None,
         folder: PrivateFolder | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.address = address
         self.folder = folder  # of a job's own agent; it goes with it
         self.pending = PendingRequests()

@@ -348,11 +348,9 @@ def short_notes(inputs: RuleInputs) -> tuple[str, ...]:
 
 
 def _headline(
-    inputs: RuleInputs,
-    findings: tuple[Finding, ...],
-    found: RunLedger | None,
+    inputs: RuleInputs, findings: tuple[Finding, ...], found: RunLedger | None,
     own: Sequence[tuple[float, str]],
-) -> str:
+) -> str:  # fmt: skip
     if not inputs.step_count:
         return f"no training steps: {run_notes.why_no_steps(inputs)}"
     if any(each.severity != "info" for each in findings):

@@ -138,11 +138,9 @@ def differs(name: str, *, high: bool) -> pl.Expr:
 
 
 def by_function(
-    functions: pl.DataFrame,
-    *columns: pl.Expr,
-    keys: Sequence[str] = ("name",),
+    functions: pl.DataFrame, *columns: pl.Expr, keys: Sequence[str] = ("name",),
     order: Sequence[pl.Expr] = (),
-) -> pl.DataFrame:
+) -> pl.DataFrame:  # fmt: skip
     """Functions over all ranks with these columns, the one that bounds most first."""
     found = functions.sort("rank").group_by(keys).agg(
         pl.len().cast(pl.Int64).alias("rank_count"), pl.col("count").sum(), *columns

@@ -425,14 +425,10 @@ def _of_stretches(values: Ints, own: Cells, step: Ints, count: Ints) -> Ints:
 
 
 def job_time(
-    steps: Mapping[int, Cells],
-    load: Callable[[int], tuple[Ints, Ints]],
-    used: Sequence[int],
-    peers: PeerWaits | None,
-    tails: Mapping[int, float] | None = None,
-    device: Mapping[int, DeviceUse] | None = None,
-    beside: Mapping[int, Ints] | None = None,
-) -> JobTime:
+    steps: Mapping[int, Cells], load: Callable[[int], tuple[Ints, Ints]], used: Sequence[int],
+    peers: PeerWaits | None, tails: Mapping[int, float] | None = None,
+    device: Mapping[int, DeviceUse] | None = None, beside: Mapping[int, Ints] | None = None,
+) -> JobTime:  # fmt: skip
     """Puts the judged steps of ranks side by side; of at least one rank.
 
     `load` gives the exact times of a rank, [position, cell] without collections and in these;
@@ -598,13 +594,9 @@ def _sum_of(waits: Mapping[int, Singles], like: Singles) -> Singles:
 
 
 def _peer_waits(
-    ranks: Sequence[int],
-    step: Ints,
-    count: Ints,
-    backward: Singles,
-    peers: PeerWaits | None,
+    ranks: Sequence[int], step: Ints, count: Ints, backward: Singles, peers: PeerWaits | None,
     tails: Mapping[int, float],
-) -> tuple[dict[int, Singles], Bools, Ints, Ints]:
+) -> tuple[dict[int, Singles], Bools, Ints, Ints]:  # fmt: skip
     """`waits_ns`, `covered`, `segment` and `stretch` of a JobTime.
 
     By collectives, else by lengths of backward.

@@ -306,12 +306,9 @@ def _subtract_found(
 
 
 def _split_stragglers(
-    table: TimeTable,
-    time: JobTime,
-    late: Stragglers,
-    found: Sequence[Opportunity],
+    table: TimeTable, time: JobTime, late: Stragglers, found: Sequence[Opportunity],
     goes: Sequence[Bools],
-) -> tuple[TimeTable, list[Opportunity]]:
+) -> tuple[TimeTable, list[Opportunity]]:  # fmt: skip
     """What the stragglers' work takes beyond the others', as one opportunity."""
     # It has a line where most of it is in one account that the others have, too.
     account = np.full(len(table.ns), -1)
@@ -420,12 +417,9 @@ def _free_ratio(inputs: RuleInputs, rank: int) -> float | None:
 
 
 def _ledger(
-    table: TimeTable,
-    time: JobTime,
-    found: Sequence[Opportunity],
-    left: Singles,
+    table: TimeTable, time: JobTime, found: Sequence[Opportunity], left: Singles,
     late: Stragglers | None,
-) -> tuple[Ledger, tuple[Ints, ...]]:
+) -> tuple[Ledger, tuple[Ints, ...]]:  # fmt: skip
     """The ledger, and the rows of the table by account."""
     code = table.tree.place[lines.innermost_written_stack(table.tree)]
     make = _Accounts(table=table, time=time, code=code, left=left, late=late)

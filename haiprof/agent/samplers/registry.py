@@ -175,11 +175,9 @@ class Software:
 
 
 def find_tools(
-    path: str | None = None,
-    *,
-    scripts: Path | None = None,
+    path: str | None = None, *, scripts: Path | None = None,
     known: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Tool, ...]:
+) -> tuple[Tool, ...]:  # fmt: skip
     """Looks up every launcher and tool; starts none."""
     folder = scripts or Path(sys.executable).parent
     folders = os.pathsep.join([os.environ.get("PATH", "") if path is None else path, str(folder)])
