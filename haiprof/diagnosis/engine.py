@@ -121,6 +121,7 @@ def judge(
     step_ns = None if ledger is None else ledger.mean_ns
     own_work = _own_work(inputs, found)
     headline = _headline(inputs, findings, found, own_work)
+    texts = [*(text for _, text in own_work), _kept_graph_text(inputs, found)]
     verdict = Verdict(
         run=run, name=manifest.name if manifest else analyzer.run.root.name,
         headline=death.headline if death else headline, death=death,
@@ -152,7 +153,7 @@ def judge(
             *run_notes.attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *uneven_notes(ledger),
-            *_own_work_notes(inputs, found, own_work, headline),
+            *(f"the model's own work: {text}" for text in texts if text not in headline),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, _step_sizes(inputs), died=death is not None),
         ),
@@ -211,7 +212,8 @@ def _findings(
         rows += (_with_samples(found, fact) for fact in facts if fact.rule not in named)
         rows = [_name_setting(inputs, found, row) if row.setting else row for row in rows]
     rows.sort(key=lambda row: (
-        row.rule != STANDSTILL, SEVERITIES.index(row.severity), -_order_ratio(row),
+        row.rule != STANDSTILL, SEVERITIES.index(row.severity),
+        -(_sure_ratio(row) if row.rule == NEIGHBOURS else row.lost_ratio or 0.0),
     ))  # fmt: skip
     # What others do on the machine counts by what is sure, behind all that surely gains more.
     at = next((place for place, row in enumerate(rows) if row.rule == NEIGHBOURS), None)
@@ -252,11 +254,6 @@ def _name_setting(inputs: RuleInputs, found: RunLedger, row: Finding) -> Finding
         sample_count=None, callees=(),
     )  # fmt: skip
     return replace(row, code_lines=(said, *row.code_lines))
-
-
-def _order_ratio(row: Finding) -> float:
-    """The share of the step that a finding costs; of what others do that which is sure."""
-    return _sure_ratio(row) if row.rule == NEIGHBOURS else row.lost_ratio or 0.0
 
 
 def _sure_ratio(row: Finding) -> float:
@@ -468,14 +465,6 @@ def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
         "graph (retain_graph=True): a tensor that a step takes over from the one before without "
         "detach() makes it go through the graphs of both"
     )
-
-
-def _own_work_notes(
-    inputs: RuleInputs, found: RunLedger | None, own: Sequence[tuple[float, str]], headline: str
-) -> Iterator[str]:
-    """What is told of the model's work that the headline does not say."""
-    texts = [*(text for _, text in own), _kept_graph_text(inputs, found)]
-    yield from (f"the model's own work: {text}" for text in texts if text not in headline)
 
 
 def _own_work(inputs: RuleInputs, found: RunLedger | None) -> list[tuple[float, str]]:

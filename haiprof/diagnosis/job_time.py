@@ -107,7 +107,7 @@ class JobTime:
     @property
     def peer_ns(self) -> Singles:
         """[rank, step]: waiting for later ranks."""
-        return _sum_of(self.waits_ns, self.period_ns)
+        return sum(self.waits_ns.values(), np.zeros_like(self.period_ns))
 
     @property
     def own_ns(self) -> Singles:
@@ -480,7 +480,7 @@ def job_time(
         there = cells[list(used).index(position)] if position in used else np.zeros_like(ns)
         if (average(ns, count) > average(there, count) + _CLOCKS_RATIO * means).any():
             segment = np.zeros_like(segment)
-    own_means = means - average(_sum_of(waits, period), count)
+    own_means = means - average(sum(waits.values(), np.zeros_like(period)), count)
     return JobTime(
         ranks=ranks, step=common, count=count, used=tuple(used), cell_ns=cells, kind=kinds,
         beside=saved, collected_ns=collected, period_ns=period, totals_ns=totals,
@@ -583,14 +583,6 @@ class PeerWaits(NamedTuple):
     known: Mapping[int, Sequence[tuple[int, int]]] = {}
     """By rank: first and last steps of stretches in which all of a group's collectives are known:
     in their other steps it waited for none."""
-
-
-def _sum_of(waits: Mapping[int, Singles], like: Singles) -> Singles:
-    """[rank, step]: waiting in all positions."""
-    found = np.zeros_like(like)
-    for waiting in waits.values():
-        found += waiting
-    return found
 
 
 def _peer_waits(

@@ -286,14 +286,6 @@ def _storage(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Fin
     )
 
 
-def _more(loading: _Loading) -> int:
-    """How many workers to try: twice as many, four at first, no more than there are cores for."""
-    workers = loading.workers or 0
-    wanted = 2 * workers or 4
-    room = wanted if loading.free_cores is None else workers + max(int(loading.free_cores), 1)
-    return min(wanted, room)
-
-
 def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
     """The samples cost CPU time: more workers, where there are cores for them."""
     workers = loading.workers
@@ -304,7 +296,10 @@ def _workers(loading: _Loading, *, on_gpu: bool) -> Finding | None:
     # in which it made batches.
     needed = FREE_CORES * CORES_FULL_RATIO * (loading.wait_share if workers == 0 else 1.0)
     free = needed if loading.free_cores is None else loading.free_cores
-    strangers, more = loading.strangers_cores, _more(loading)
+    # Twice as many, four at first, no more than there are cores for.
+    wanted = 2 * workers or 4
+    room = wanted if loading.free_cores is None else workers + max(int(loading.free_cores), 1)
+    strangers, more = loading.strangers_cores, min(wanted, room)
     less = loading.less + "; transforms on the GPU" * on_gpu
     ways = (  # the first that is true
         (free < needed <= free + strangers and strangers >= 0.05,

@@ -109,11 +109,6 @@ class Line:
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ends[0].detach()), cls(ends[1].detach())
 
-    @property
-    def fd(self) -> int:
-        """For poll(2)."""
-        return self._socket.fileno()
-
     def send(self, **content: object) -> bool:
         """Sends a packet without waiting; whether the other end still exists."""
         try:
@@ -126,7 +121,7 @@ class Line:
 
     def receive(self, wait_s: float | None) -> dict[str, Any] | None:
         """The next packet; None where none comes within the time. Without one it waits."""
-        if not is_readable(self.fd, wait_s):
+        if not is_readable(self._socket.fileno(), wait_s):
             return None
         try:
             packet = self._socket.recv(_PACKET_LIMIT_BYTES)
