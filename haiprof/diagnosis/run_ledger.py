@@ -167,6 +167,7 @@ def run_ledger(
                  for each in found]  # fmt: skip
     if inputs.traces.lines is not None:
         table = give_lines(table, loops)
+        samples = replace(samples, tree=table.tree)
     for fact in facts:
         if fact.is_priced:
             table, found = _split_setting(table, found, fact, time)

@@ -16,6 +16,7 @@ from haiprof.base.ledger import Ledger
 from haiprof.diagnosis.engine import diagnose
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_lines import INDEPENDENT, LAYERS, NO_GRAD, RECURRENCE
+from haiprof.show.page.content import page_content
 from haiprof.trace_analysis.python_code import operator_lines
 from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
@@ -128,6 +129,20 @@ def test_backward_has_the_lines_of_its_forward(tmp_path: Path) -> None:
     assert sum(a.ns_per_step for a in hooks) == pytest.approx(4 * MS, rel=0.01)
     assert ledger.positions == plain.positions
     assert ledger.mean_ns == plain.mean_ns
+
+
+def test_the_page_draws_a_line_that_was_traced_and_never_sampled(tmp_path: Path) -> None:
+    run = write_job(tmp_path / "run", hook_samples=4)
+    events, metadata = window(loops=20)
+    places = metadata["haiprof"]["lines"]["places"]
+    places[0] = [*BLOCK[:1], BLOCK[1] + 1, *BLOCK[2:3]]
+    write_window(run, events, metadata)
+    graph = page_content(Analyzer(run.root)).flames.graph
+
+    mean = graph.series[0]
+    place = f"net.py:{BLOCK[1] + 1}"
+    drawn = [n for n in mean.self_ns if graph.frames[graph.places[n]].place.endswith(place)]
+    assert sum(mean.self_ns[n] for n in drawn) == pytest.approx(16 * MS, rel=0.03)
 
 
 def test_a_loop_of_small_operators_is_one_opportunity_of_forward_and_backward(
