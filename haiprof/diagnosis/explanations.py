@@ -493,8 +493,7 @@ def _waits_for_peer(question: Question, does: str) -> Finding:
     known = inputs.analyzer.files.last_attempts()
     senders = sorted(known.keys() - set(account.ranks or inputs.world))
     samples = inputs.analyzer.code_samples(senders)
-    frames = ["/torch/distributed/" in frame.file for frame in samples.tree.frames]
-    works = ~samples.tree.holds(np.array([*frames, False]))[samples.stack] & (samples.worker < 0)
+    works = ~ledger.waits_for_peers(samples.tree)[samples.stack] & (samples.worker < 0)
     lines = code_lines(samples.take(works), "their time", 1.0)[:1]
     place = "".join(f" ({ratio_text(line.share)} of its time: {line.location})" for line in lines)
     who = ranks_text(senders) if senders else "other ranks"

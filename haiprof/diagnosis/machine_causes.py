@@ -369,7 +369,7 @@ def page_faults(inputs: RuleInputs) -> Finding | str | None:
         f"about {float(f'{count:.2g}'):,.0f} page faults in each step: {size} are given back to "
         f"the system and taken again, at least {units.ratio_text(lost[rank])} of the step",
         f"{_KEEP_MEMORY}; THP_MEM_ALLOC_ENABLE=1, with which PyTorch asks for transparent huge "
-        "pages, saves about half of it",
+        "pages, saves a part of it",
         ("page faults a second", faults[rank], "count"),
         ("of which memory that grows and loader workers, at most", fewer[rank], "count"),
         (f"of a step, at {FAULT_LEAST_NS / 1e3:g} us each", lost[rank] * step_ns, "ns"),

@@ -329,8 +329,7 @@ def untrained_notes(ranks: Sequence[int]) -> list[str]:
     """Whose steps are not judged."""
     if not ranks:
         return []
-    has = "has" if len(ranks) == 1 else "have"
-    return [f"{units.ranks_text(ranks)} {has} no optimizer: the steps are those of the others"]
+    return [f"{units.ranks_text(ranks)}: no optimizer seen: the steps are those of the others"]
 
 
 def late_start_notes(analyzer: RunFrames) -> Iterator[str]:

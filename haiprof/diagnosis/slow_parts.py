@@ -12,6 +12,7 @@ from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, gain_of, make_finding
 from haiprof.run_analysis.code_samples import CodeSamples
+from haiprof.run_analysis.ledger import waits_for_peers
 from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.parallelism import MACHINE, Part
 from haiprof.run_analysis.run_frames import RunFrames
@@ -50,12 +51,7 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
         return None
     known = set(np.unique(found.samples.rank).tolist())
     samples = found.samples if known >= set(ranks) else analyzer.code_samples(ranks)
-    # Per sample: whether the thread was in torch.distributed, or waited for a handle of it.
-    frames = [
-        "/torch/distributed/" in frame.file or frame.expression.endswith(".wait()")
-        for frame in samples.tree.frames
-    ]
-    waits = samples.tree.holds(np.array([*frames, False]))[samples.stack]
+    waits = waits_for_peers(samples.tree)[samples.stack]
     own = _own_times(analyzer, found, ranks, samples, waits)
     if own is None:
         return None

@@ -584,6 +584,15 @@ def waiting_stacks(tree: CodeTree) -> Bools:
     return found
 
 
+def waits_for_peers(tree: CodeTree) -> Bools:
+    """Per stack: whether it is in torch.distributed, or waits for a handle of it."""
+    waits = [
+        "/torch/distributed/" in frame.file or frame.expression.endswith(".wait()")
+        for frame in tree.frames
+    ]
+    return tree.holds(np.array([*waits, False]))
+
+
 def _frame_activity(frame: Frame, package: str, *, uses_gpu: bool) -> int:
     """What a thread does whose innermost frame this is, while it holds no lock."""
     if uses_gpu and package == JOB and _DEVICE_READ.search(frame.expression):

@@ -63,7 +63,7 @@ def test_who_waits_for_a_sender_is_told_what_that_does() -> None:
     assert verdict.headline.startswith("waiting for rank 1 to send")
     assert "search" in verdict.findings[0].remedy
     assert (verdict.step_count, verdict.ranks) == (150, (0,))
-    assert "rank 1 has no optimizer: the steps are those of the others" in verdict.notes
+    assert "rank 1: no optimizer seen: the steps are those of the others" in verdict.notes
     assert not any("other settings" in each.title for each in verdict.findings)
 
 
