@@ -657,8 +657,9 @@ _ONE_BY_ONE = (
     "(tensor.tolist(), or .numpy()) and loop over these; what is only for a log, do every N steps"
 )
 _OF_LOOP = (
-    (INDEPENDENT, "it works on one element after the other: do it for all at once, with whole "
-     "tensors: (a == b).sum(), a mask, torch.where, torch.bincount, scatter_add_"),
+    (INDEPENDENT, "no round of its loop needs another one: do all at once, with whole tensors: "
+     "(a == b).sum(), a mask, torch.where, torch.bincount, scatter_add_; of samples, torch.vmap; "
+     "of parameters, torch._foreach_*, or every N steps"),
     (RECURRENCE, _ONE_BY_ONE),
 )  # fmt: skip
 _COMPRESS = "compress in another process, or with a lower level"

@@ -139,18 +139,13 @@ def _is_models_own(table: ledger.TimeTable) -> Bools:
     """The same, where what such work waits for a core is its own."""
     place = table.tree.place[table.stack]
     of_model = np.array([*(name in FRAMEWORKS for name in table.packages), True])[place]
-    own_files = [
-        _OWN_FILES.search(frame.file) is not None and not frame.function.startswith(_NOT_COMPILED)
-        for frame in table.tree.frames
-    ]
-    is_own_call = table.tree.calls_libraries(np.array([*own_files, False]))[table.stack]
+    is_own_call = table.tree.calls_libraries(_own_frames(table.tree))[table.stack]
     is_own_call &= ~np.isin(table.position, (step_positions.COMPILE, EVALUATION))
     inside = np.isin(table.position, ledger.MODEL_POSITIONS)
     if not inside.any():
         inside = np.isin(table.position, _WITHOUT_PHASES)
     # Whether a module runs: no `state_dict` or `load_state_dict`, which stand in that file, too.
-    of_module = np.array([*(ledger.MODULE_FILE in f.file and "_call_impl" in f.function
-                            for f in table.tree.frames), False])  # fmt: skip
+    of_module = _module_calls(table.tree)
     beside = np.isin(table.position, _WITH_ROLLOUTS) & table.tree.holds(of_module)[table.stack]
     if not _is_of_few(table, beside):
         inside |= beside
@@ -162,6 +157,29 @@ def _is_models_own(table: ledger.TimeTable) -> Bools:
     own &= inside & ~in_hooks(table.tree)[table.stack]
     found: Bools = own | (is_own_call & np.isin(table.work, (ledger.OPERATORS, ledger.PYTHON)))
     return found
+
+
+def _own_frames(tree: CodeTree) -> Bools:
+    """Per frame, and none: whether it is an optimizer's or a compiled model's own."""
+    return np.array([*(
+        _OWN_FILES.search(frame.file) is not None and not frame.function.startswith(_NOT_COMPILED)
+        for frame in tree.frames
+    ), False])  # fmt: skip
+
+
+def _module_calls(tree: CodeTree) -> Bools:
+    """Per frame, and none: whether it calls a module."""
+    return np.array([*(
+        ledger.MODULE_FILE in frame.file and "_call_impl" in frame.function
+        for frame in tree.frames
+    ), False])  # fmt: skip
+
+
+def in_models(tree: CodeTree) -> Bools:
+    """Per stack: whether a module, backward or an optimizer runs, of ranks without phases."""
+    engine = [frame.function == "_engine_run_backward" for frame in tree.frames]
+    frames = _own_frames(tree) | _module_calls(tree) | np.array([*engine, False])
+    return tree.holds(frames) & ~in_hooks(tree)
 
 
 def in_hooks(tree: CodeTree) -> Bools:

@@ -25,7 +25,7 @@ from haiprof.diagnosis.settings_facts import SEEN_IN
 from haiprof.diagnosis.small_operators import Recurrence, find_loops, give_lines
 from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis import ledger, lines
-from haiprof.run_analysis.code_samples import CodeSamples
+from haiprof.run_analysis.code_samples import OTHER_THREADS, CodeSamples
 from haiprof.run_analysis.ledger import LINK_WAIT, OPERATORS, PEER_WAIT, RankSamples, TimeTable
 from haiprof.run_analysis.run_files import text
 from haiprof.run_analysis.run_frames import Cells, RunFrames
@@ -140,6 +140,7 @@ def run_ledger(
     # A rank that was killed before it wrote its samples is as those that were sampled.
     sampled = np.isin(table.rank, table.rank[table.count > 0])
     table = opportunities.mark_needed(table.take(sampled) if sampled.any() else table)
+    table = _keep_needed_elsewhere(table, inputs)
     table, loops = find_loops(table, samples, time, inputs.traces.lines)
     found = opportunities.find_opportunities(table, loops.found)
     for place, each in enumerate(found):
@@ -278,6 +279,28 @@ def _keep_needed_link(
     return table, kept
 
 
+def _keep_needed_elsewhere(table: TimeTable, inputs: RuleInputs) -> TimeTable:
+    """Who waits for others to send or receive needs that as far as they do their models' work."""
+    waits = table.tree.holds(ledger.point_to_point(table.tree))[table.stack]
+    waits &= table.activity == LINK_WAIT
+    if not waits.any():
+        return table
+    known = sorted(inputs.analyzer.files.last_attempts())
+    chosen = {*known[:: max(len(known) // SAMPLED_RANKS, 1)], *inputs.untrained}
+    samples = inputs.analyzer.code_samples(chosen)
+    began_ns = min(float(own["start_ns"].to_numpy().min()) for own in inputs.by_rank.values())
+    works = ~ledger.waits_for_peers(samples.tree)[samples.stack] & (samples.time_ns >= began_ns)
+    works &= (samples.worker < 0) & (samples.phase != OTHER_THREADS)
+    ns = np.where(works, samples.weight_ns, 0.0)
+    own_ns = np.where(opportunities.in_models(samples.tree)[samples.stack], ns, 0.0)
+    for rank in np.unique(table.rank[waits]).tolist():
+        others = samples.rank != rank
+        share = float(own_ns[others].sum() / max(ns[others].sum(), 1.0))
+        rows = np.flatnonzero(waits & (table.rank[: len(waits)] == rank))
+        table, _ = table.split(rows, share, needed=True)
+    return table
+
+
 def _subtract_found(
     table: TimeTable, time: JobTime, found: Sequence[Opportunity]
 ) -> tuple[Singles, Floats, list[Bools]]:
@@ -301,6 +324,8 @@ def _subtract_found(
             parts[more] = np.minimum(parts[more], np.median(parts, axis=0))
         total += parts
         by_position[:, each.position] += time.average(parts)
+    # What is needed elsewhere is no work of the ranks that wait for it.
+    total += time.series_of(table, np.flatnonzero(table.needed & (table.activity == LINK_WAIT)))
     left = time.own_ns
     left -= time.of_stretches(total)
     return np.maximum(left, 0, out=left), by_position, goes

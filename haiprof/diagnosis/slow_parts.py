@@ -11,8 +11,8 @@ from haiprof.diagnosis.explanations import code_lines
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, gain_of, make_finding
+from haiprof.run_analysis import ledger
 from haiprof.run_analysis.code_samples import CodeSamples
-from haiprof.run_analysis.ledger import waits_for_peers
 from haiprof.run_analysis.lines import wilson
 from haiprof.run_analysis.parallelism import MACHINE, Part
 from haiprof.run_analysis.run_frames import RunFrames
@@ -26,6 +26,7 @@ _MIN_SAMPLES = 30
 _APART = 0.5
 """The fastest of its ranks needs longer than the slowest other one by so much of the difference of
 their means: of eight alike ranks four are the slower ones in one of 35 cases."""
+_RANK, _STAGE = "rank", "stage"
 _REMEDIES = {
     "pipeline stage": "give this stage fewer layers: move some to the stages that wait for it, or "
     "split the first and the last one, which have the embedding and the loss, otherwise",
@@ -34,9 +35,9 @@ _REMEDIES = {
     "tensor shard": "divide the work of a layer evenly: sizes that the number of shards divides",
     "expert group": "balance what experts are given: an auxiliary loss, capacity, expert placement",
     "context shard": "divide sequences so that each part has as much attention (zigzag, striped)",
+    _STAGE: "a stage of a pipeline: move layers to the ranks that wait for it",
     MACHINE: "measure it against the others: `haiprof preflight`; then repair it or leave it out",
 }
-_RANK = "rank"
 _OTHERWISE = "compare what these ranks do with the others: `haiprof verdict rank`"
 
 
@@ -47,18 +48,23 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     # In a job of pipeline stages ranks wait in sends and receives, which backends need not number:
     # there the times at which collectives begin do not tell who is late.
     ranks = found.time.ranks[:: max(-(-len(found.time.ranks) // _RANKS), 1)]
-    if layout is None or len(ranks) < 2:
+    # Ranks of no known layout that each have a part of the model hand it on to one another.
+    stages = ledger.point_to_point(found.samples.tree).any() and all(
+        "forward" in each for each in found.rank_positions().values()
+    )
+    if len(ranks) < 2 or (layout is None and not stages):
         return None
     known = set(np.unique(found.samples.rank).tolist())
     samples = found.samples if known >= set(ranks) else analyzer.code_samples(ranks)
-    waits = waits_for_peers(samples.tree)[samples.stack]
+    waits = ledger.waits_for_peers(samples.tree)[samples.stack]
     own = _own_times(analyzer, found, ranks, samples, waits)
     if own is None:
         return None
-    parts = [part for parts in layout.dimensions for part in parts]
     # A rank alone that is known to be late by when its collectives begin is told by that.
-    told = () if found.late is None else found.late.ranks
-    parts += [Part(kind=_RANK, name=f"rank {r}", ranks=frozenset([r])) for r in {*ranks} - {*told}]
+    told = () if found.late is None or layout is None else found.late.ranks
+    parts = [] if layout is None else [part for parts in layout.dimensions for part in parts]
+    alone = _STAGE if layout is None else _RANK
+    parts += [Part(kind=alone, name=f"rank {r}", ranks=frozenset([r])) for r in {*ranks} - {*told}]
     best = max(((_extra(own, ranks, part), part) for part in parts), key=lambda pair: pair[0][0])
     mean_ns = found.ledger.mean_ns
     (extra, low, high), part = best
@@ -69,10 +75,12 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     inside = _of_part(ranks, part)
     its_own, usual = (float(own[chosen, 1].mean()) for chosen in (inside, ~inside))
     hosts = {host for rank, host in inputs.hosts.items() if rank in part.ranks}
-    need = "it needs" if part.kind == _RANK else "its ranks need"
+    need = "it needs" if part.kind in (_RANK, _STAGE) else "its ranks need"
+    if part.kind == _STAGE:  # who takes over work of it needs longer then
+        extra, low, high = (ns * (~inside).mean() for ns in (extra, low, high))
     return make_finding(
-        f"{layout.names(part.ranks)} holds the job up: {need} "
-        f"{duration_text(extra)} longer per step than the others",
+        f"{inputs.name_ranks(sorted(part.ranks))} holds the job up: {need} "
+        f"{duration_text(its_own - usual)} longer per step than the others",
         _REMEDIES.get(part.kind, _OTHERWISE), ("own time of a step there", its_own, "ns"),
         ("of the other ranks", usual, "ns"), ("what that costs per step", extra, "ns"), rule=RULE,
         confidence=0.9, cause=part.kind, lost_ratio=min(extra / mean_ns, 1.0),
@@ -124,6 +132,6 @@ def _extra(own: Floats, ranks: tuple[int, ...], part: Part) -> tuple[float, floa
     if low < _APART * extra:
         return 0.0, 0.0, 0.0
     # One of many ranks is always the slowest: alone it counts as far as its samples prove.
-    least, most = (0, 2) if part.kind == _RANK else (1, 1)
+    least, most = (0, 2) if part.kind in (_RANK, _STAGE) else (1, 1)
     low = float(slow[:, least].min() - others[:, most].max())
     return extra, low, float(slow[:, most].max() - others[:, least].min())

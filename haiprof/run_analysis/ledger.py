@@ -98,6 +98,9 @@ _DEVICE_READ = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize)\(")
 semantics, asynchronous execution)."""
 MODULE_FILE = "/torch/nn/modules/module.py"
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
+_POINT_TO_POINT = {
+    "send", "isend", "send_object_list", "recv", "irecv", "recv_object_list", "batch_isend_irecv",
+}  # fmt: skip
 WORKER_LOADER = "_MultiProcessingDataLoaderIter."
 """Begins the names of what takes batches from workers."""
 WORKER_START = f"{WORKER_LOADER}__init__"
@@ -582,6 +585,12 @@ def waiting_stacks(tree: CodeTree) -> Bools:
     ]
     found: Bools = np.append(np.array(waits, dtype=np.bool_), False)[tree.place]
     return found
+
+
+def point_to_point(tree: CodeTree) -> Bools:
+    """Per frame, and none: whether it sends to one other rank, or receives from it."""
+    names = [frame.file.endswith(_COLLECTIVES) and frame.function for frame in tree.frames]
+    return np.array([*(name in _POINT_TO_POINT for name in names), False])
 
 
 def waits_for_peers(tree: CodeTree) -> Bools:

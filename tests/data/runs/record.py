@@ -210,6 +210,60 @@ for fault in is_slow:
         optimizer.zero_grad()
 dist.barrier()
 """),
+    "parameter_server": (TWO, (), """
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+torch.distributed.init_process_group("gloo")
+model = net(256)
+flat = parameters_to_vector(model.parameters()).detach()
+def clip_rows():
+    for value in model.parameters():
+        for row in value.grad.view(len(value), -1):
+            row.mul_(1 / max(float(row.norm()), 1))
+def serve():
+    optimizer, grad = torch.optim.SGD(model.parameters()), torch.empty_like(flat)
+    for _ in range(200):
+        torch.distributed.send(parameters_to_vector(model.parameters()).detach(), 1)
+        torch.distributed.recv(grad, 1)
+        vector_to_parameters(grad, [value.grad for value in model.parameters()])
+        clip_rows()
+        optimizer.step()
+def work():
+    for _ in range(200):
+        torch.distributed.recv(flat, 0)
+        vector_to_parameters(flat, model.parameters())
+        model.zero_grad()
+        loss_of(model(torch.rand(1024, 256)), torch.randint(10, (1024,))).backward()
+        torch.distributed.send(torch.cat([p.grad.flatten() for p in model.parameters()]), 0)
+for value in model.parameters():
+    value.grad = torch.zeros_like(value)
+work() if torch.distributed.get_rank() else serve()
+"""),
+    "uneven_stages": (TWO, (), """
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+blocks = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(2 if rank else 8)]
+stage = nn.Sequential(*blocks)
+optimizer = torch.optim.SGD(stage.parameters())
+def first(parts):
+    outs = [stage(part) for part in parts]
+    sent = [torch.distributed.isend(out.detach(), 1) for out in outs]
+    for out in outs:
+        grad = torch.empty_like(out)
+        torch.distributed.recv(grad, 1)
+        out.backward(grad)
+    for each in sent:
+        each.wait()
+def last(parts):
+    for part in parts:
+        x = torch.empty(256, 256)
+        torch.distributed.recv(x, 0)
+        loss_of(stage(x.requires_grad_()), torch.randint(10, (256,))).backward()
+        torch.distributed.send(x.grad, 0)
+for step in range(120):
+    optimizer.zero_grad()
+    (last if rank else first)([torch.rand(256, 256) for _ in range(4)])
+    optimizer.step()
+"""),
 }  # fmt: skip
 
 

@@ -67,6 +67,25 @@ def test_who_waits_for_a_sender_is_told_what_that_does() -> None:
     assert not any("other settings" in each.title for each in verdict.findings)
 
 
+def test_work_that_another_rank_needs_to_do_is_no_lost_wait() -> None:
+    """The server waits half of its time for gradients that are made meanwhile."""
+    verdict = diagnose(RunFrames(RUNS / "parameter_server"))
+    assert "clip_rows (train.py:" in verdict.headline
+    assert verdict.ledger is not None
+    waits = [a for a in verdict.ledger.accounts if a.activity == "wait: link"]
+    assert sum(a.gain_ns for a in waits) < 0.1 * verdict.ledger.mean_ns
+    assert sum(a.ns_per_step for a in waits if a.needed) > 0.1 * verdict.ledger.mean_ns
+    assert not any("straggler" in each.title for each in verdict.findings)
+
+
+def test_a_stage_with_more_layers_gains_by_what_others_take_over() -> None:
+    verdict = diagnose(RunFrames(RUNS / "uneven_stages"))
+    assert verdict.headline.startswith("rank 0 holds the job up: it needs 45.3 ms longer")
+    gain = verdict.findings[0].gain
+    assert gain is not None
+    assert gain.step_ns - gain.left_ns == pytest.approx(45.3e6 / 2, rel=0.01)
+
+
 def test_what_ranks_do_where_they_meet_is_a_part_of_all_steps() -> None:
     """They meet in each 20th step, for longer than a usual step takes."""
     verdict = diagnose(RunFrames(RUNS / "averaged_weights"))
