@@ -161,6 +161,7 @@ _OF_RANKS = {
 _OF_NODES = {
     "host": (
         "cpu_count", "cpu_utilization_ratio", "cpu_steal_ratio", "memory_total_bytes",
+        "cpu_system_ratio", "page_fault_count_per_s",
         "memory_available_bytes", "swap_in_bytes_per_s", "pressure_memory_some_ratio",
         "tcp_transmit_segment_count_per_s", "tcp_retransmit_segment_count_per_s",
     ),

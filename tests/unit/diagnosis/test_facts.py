@@ -480,6 +480,20 @@ def test_page_faults_of_memory_that_goes_back_and_forth(
         assert count == pytest.approx(per_s * (1 - pages_kept) * 0.0178, rel=0.05)
 
 
+def test_page_faults_take_at_most_what_the_kernel_works_on_the_node(root: Path) -> None:
+    write_story(root, lambda *_: BALANCED, steps=800)
+    counters(root, lambda t, _: {"page_fault_count": 200_000 * (t + 2),
+                                 "cpu_main_ns": (t + 2) * NS_PER_S},
+             host=lambda t: {"page_fault_count": int(250_000 * (t + 2)), "cpu_count": 4,
+                             "cpu_user_ns": int(3.5 * (t + 2) * NS_PER_S),
+                             "cpu_system_ns": int(0.5 * (t + 2) * NS_PER_S)})  # fmt: skip
+    (finding,) = [f for f in judged(root).findings if f.rule == "page_faults"]
+    assert "at least 10 %, at most 40 %, of the step" in finding.title
+    assert finding.gain is not None
+    left = finding.gain.left_ns, finding.gain.low_ns, finding.gain.high_ns
+    assert [ns / finding.gain.step_ns for ns in left] == pytest.approx([0.6, 0.6, 0.9], rel=0.02)
+
+
 @pytest.mark.parametrize(("retries", "fires"), [(40, True), (1, False)])
 def test_allocator_retries(root: Path, retries: int, fires: bool) -> None:
     write_story(root, lambda *_: BALANCED)
