@@ -469,14 +469,14 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
     # section 3.2.
     # One wrapped model and one optimizer: several have backward passes of their own.
     wrapped = [
-        each
-        for each in inputs.settings.values()
+        (rank, each)
+        for rank, each in inputs.settings.items()
         if sum(m.ddp is not None for m in each.models) == 1 == len(each.optimizers)
     ]
     if not wrapped or len(inputs.world) < 2:
         return "no DistributedDataParallel of several ranks"
     count = number(inputs.steps["micro_step_count"].median()) or 1.0
-    if count >= 2 and all(_never_skips_sync(inputs, each, count) for each in wrapped):
+    if count >= 2 and all(_never_skips_sync(inputs, *each, count) for each in wrapped):
         return make_finding(
             f"gradients of {count:.0f} backward passes are accumulated, and reduced after each one",
             "all but the last backward of a step under `with model.no_sync():`, its forward too",
@@ -484,7 +484,7 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
             cause="no_sync", exchange_ratio=(count - 1) / count, phases=("backward",),
             missing=("how long its exchanges take",),
         )  # fmt: skip
-    ddp = [model.ddp for each in wrapped for model in each.models if model.ddp]
+    ddp = [model.ddp for _, each in wrapped for model in each.models if model.ddp]
     unused = any(each.get("find_unused_parameters") is True for each in ddp)
     if unused and not any(each.get("static_graph") is True for each in ddp):
         price = PRICES["find_unused_parameters"]
@@ -501,9 +501,13 @@ def ddp_arguments(inputs: RuleInputs) -> Finding | str | None:
     return None
 
 
-def _never_skips_sync(inputs: RuleInputs, settings: RankSettings, count: float) -> bool:
+def _never_skips_sync(inputs: RuleInputs, rank: int, settings: RankSettings, count: float) -> bool:
+    # DistributedDataParallel prepares the exchange in forward: under no_sync, that must be, too.
     looks = settings.looks
-    if not looks.look_count or looks.no_sync_count != 0:
+    if looks.no_sync_count:
+        passes = inputs.analyzer.exchanges(rank)
+        return passes is not None and (1 - passes[1]) * count < 1 / 2
+    if not looks.look_count or looks.no_sync_count is None:
         return False
     inside = touched_ratio(inputs, MODEL) * (count - 1) / count
     return (1 - inside) ** looks.look_count <= NO_SYNC_MISSED_RATIO

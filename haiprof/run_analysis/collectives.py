@@ -244,8 +244,10 @@ def _by_step(starts: Ints, created: Ints, late: Ints) -> Ints:
     return covered
 
 
-def tail_ratio(rank: RankSegments, created: np.ndarray) -> float | None:
-    """The share of backward passes after the last collective begun in each; None: not known.
+def tail_ratio(rank: RankSegments, created: np.ndarray) -> tuple[float, float] | None:
+    """The share of backward after the last collective begun in each pass; None: not known.
+
+    And in which share of the passes one was begun.
 
     Gradients are averaged as they become ready, so the last collective is begun when the rank's own
     work is done; what follows until backward returns is transfer, and waiting for other ranks.
@@ -264,7 +266,8 @@ def tail_ratio(rank: RankSegments, created: np.ndarray) -> float | None:
     # Of passes that accumulate gradients (`no_sync`) none begins a collective: they are all work.
     known = slice(passes[0], passes[-1] + 1)
     after = end[passes] - created[last[passes]]
-    return float(after.sum() / (end - start)[known].sum())
+    tail = float(after.sum() / (end - start)[known].sum())
+    return tail, len(passes) / (known.stop - known.start)
 
 
 _RANK = re.compile(r"rank[-_]?(\d{1,7})(?!\d)|(\d{1,7})(?=\.[a-z]+$|$)", re.IGNORECASE)

@@ -395,6 +395,11 @@ class RunFrames:
 
     def backward_tail(self, rank: int) -> float | None:
         """The share of a rank's backward after the last collective that it began there."""
+        found = self.exchanges(rank)
+        return None if found is None else found[0]
+
+    def exchanges(self, rank: int) -> tuple[float, float] | None:
+        """`collectives.tail_ratio` of a rank."""
         segments = self._judged_segments(rank)
         own = (pl.col("rank") == rank) & (pl.col("attempt") == segments.files.attempt)
         known = self.collectives().filter(own & ~pl.col("p2p")).drop_nulls("created_ns")

@@ -324,18 +324,19 @@ def test_a_setting_costs_its_least_price(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("passes", "late_ms", "spared_ms"),
+    ("passes", "looks", "late_ms", "spared_ms"),
     [
-        (4, (3.0, 3.0), 3 * 6.0),
-        (4, (3.0, 5.0), 3 * 4.0),  # nobody waits for the link before the last rank is there
-        (1, (3.0, 3.0), 0.0),
+        (4, 0, (3.0, 3.0), 3 * 6.0),
+        (4, 0, (3.0, 5.0), 3 * 4.0),  # nobody waits for the link before the last rank is there
+        (4, 40, (3.0, 3.0), 3 * 6.0),  # in no_sync, but for its forward
+        (1, 0, (3.0, 3.0), 0.0),
     ],
 )
 def test_accumulation_without_no_sync_is_told_before_the_link_and_nothing_is_promised_twice(
-    root: Path, passes: int, late_ms: tuple[float, float], spared_ms: float
+    root: Path, passes: int, looks: int, late_ms: tuple[float, float], spared_ms: float
 ) -> None:
     """Each backward of 9 ms ends with an exchange, and all but the last of a step's can go."""
-    with_ddp(root, **NO_SYNC | {"passes": passes})
+    with_ddp(root, **NO_SYNC | {"passes": passes, "no_sync_count": looks})
     for rank in range(2):
         write_samples(root, lambda *_: (SCRIPT, job(43, "main"), ENGINE), rank=rank)
     write_collectives(root, late_ms)
