@@ -452,14 +452,13 @@ def _link(question: Question) -> Finding:
     for pattern, does in _POINT_TO_POINT:
         if any(pattern.search(callee) for callee in account.callees):
             return _waits_for_peer(question, does)
-    if account.position not in ("backward", "forward"):
+    called = next((row for row in _EXCHANGES if any(row[0] in c for c in account.callees)), None)
+    if called or account.position not in ("backward", "forward"):
+        _, what, remedy = called or _BETWEEN
         return Finding(
-            rule="blocking_collectives",
-            title=f"collectives between the phases, {question.amount}, not counting the wait for "
-            "late ranks",
-            remedy="call them less often (metrics every N steps), several in one, or with "
-            "async_op=True; broadcast what does not change once, before the loop",
-        )
+            rule="blocking_collectives", remedy=remedy,
+            title=f"{what}, {question.amount}, not counting the wait for late ranks",
+        )  # fmt: skip
     between, starved = "the link between the ranks", None
     if len(set(inputs.hosts.values())) > 1:
         between = "the network between the nodes"
@@ -480,6 +479,27 @@ def _link(question: Question) -> Finding:
         f"{spares}compress with a communication hook (bf16_compress_hook), or larger batches",
     )
 
+
+_BETWEEN = (
+    "", "collectives between the phases",
+    "call them less often (metrics every N steps), several in one, or with async_op=True; "
+    "broadcast what does not change once, before the loop",
+)  # fmt: skip
+_EXCHANGES = (
+    ("DistributedDataParallel._sync_buffers",
+     "DistributedDataParallel sends the buffers of rank 0's model before each forward",
+     "broadcast_buffers=False, where each rank may keep its own (BatchNorm's averages of its own "
+     "batches); of a large one (a queue, a memory bank), no buffer but a plain attribute"),
+    ("ZeroRedundancyOptimizer._sync_params",
+     "ZeroRedundancyOptimizer sends the parameters that each rank has updated to the others",
+     "it saves memory of the optimizer's state alone: where that is small (SGD) or fits, use the "
+     "optimizer itself; parameters_as_bucket_view=True, overlap_with_ddp=True"),
+    ("lightning.pytorch.",
+     "collectives of Lightning's own",
+     "it calls them after each batch (signals, logged values): sync_dist=False where a value of "
+     "one rank will do; larger batches pay them less often"),
+)  # fmt: skip
+"""By what an account calls: what is exchanged there, and what helps."""
 
 _POINT_TO_POINT = (
     (re.compile(r"\.(?:i?recv|recv_object_list|batch_isend_irecv)$"), "send"),

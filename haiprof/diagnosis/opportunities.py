@@ -211,7 +211,9 @@ def lacks_line(table: ledger.TimeTable) -> Bools:
     """Per row: whether no line of code is its cause, whatever the samples were in."""
     # A collective that the job itself calls has a line; so has waiting for a core amid code that a
     # change removes, and for the batches of an evaluation.
-    has_line = (table.activity == ledger.LINK_WAIT) & ~np.isin(table.position, (FORWARD, BACKWARD))
+    has_line = ~np.isin(table.position, (FORWARD, BACKWARD))
+    has_line |= ledger.sends_buffers(table.tree)[table.stack]
+    has_line &= table.activity == ledger.LINK_WAIT
     has_work = table.work != ledger.NO_CORE
     has_line |= (table.activity == ledger.NO_CORE) & ~_is_models_own(table) & has_work
     has_line |= (table.activity == ledger.LOADER_WAIT) & (table.position == EVALUATION)

@@ -98,6 +98,9 @@ _DEVICE_READ = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize)\(")
 semantics, asynchronous execution)."""
 MODULE_FILE = "/torch/nn/modules/module.py"
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
+_BUFFERS = "DistributedDataParallel._sync_buffers"
+_EXCHANGES = (_BUFFERS, "ZeroRedundancyOptimizer._sync_params")
+"""Functions of torch that exchange tensors outside of distributed_c10d.py, or wait there."""
 _POINT_TO_POINT = {
     "send", "isend", "send_object_list", "recv", "irecv", "recv_object_list", "batch_isend_irecv",
 }  # fmt: skip
@@ -569,7 +572,9 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
-    found = np.where(tree.within(_COLLECTIVES)[samples.stack], LINK_WAIT, found)
+    exchange = [f.file.endswith(_COLLECTIVES) or f.function in _EXCHANGES for f in tree.frames]
+    exchanges = tree.holds(np.array([*exchange, False]))[samples.stack]
+    found = np.where(exchanges, LINK_WAIT, found)
     return np.where(samples.stack == 0, UNKNOWN, found)
 
 
@@ -585,6 +590,11 @@ def waiting_stacks(tree: CodeTree) -> Bools:
     ]
     found: Bools = np.append(np.array(waits, dtype=np.bool_), False)[tree.place]
     return found
+
+
+def sends_buffers(tree: CodeTree) -> Bools:
+    """Per stack: whether DistributedDataParallel sends the model's buffers before a forward."""
+    return tree.holds(np.array([*(frame.function == _BUFFERS for frame in tree.frames), False]))
 
 
 def point_to_point(tree: CodeTree) -> Bools:

@@ -27,6 +27,11 @@ ENGINE = (f"{SITE}/torch/autograd/graph.py", 800, "_engine_run_backward")
 STEP = (f"{SITE}/torch/optim/adamw.py", 220, "AdamW.step")
 BARRIER = (f"{SITE}/torch/distributed/distributed_c10d.py", 4800, "barrier")
 
+SENDS_BUFFERS = (f"{SITE}/torch/nn/parallel/distributed.py", 2405,
+                 "DistributedDataParallel._sync_buffers")  # fmt: skip
+SHARDED = (f"{SITE}/torch/distributed/optim/zero_redundancy_optimizer.py", 820,
+           "ZeroRedundancyOptimizer._sync_params")  # fmt: skip
+
 
 def job(line: int, function: str, file: str = "train.py") -> tuple[str, int, str]:
     """A line of the job's own code."""

@@ -65,6 +65,8 @@ from tests.unit.diagnosis.tables import (
     MODULE,
     PYTHON,
     SCRIPT,
+    SENDS_BUFFERS,
+    SHARDED,
     SITE,
     STEP,
     job,
@@ -750,6 +752,28 @@ def test_code_on_gradients_is_torchs_and_makes_no_batch(
     write_sampled(root, lambda *_: BALANCED, stacks, lock, gap_ms=3.0)
     found = judged(root).findings[0]
     assert f"({line[0].rpartition('/')[2]}:14 {code}), {title}" in found.title
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("part", "exchange", "title", "remedy"),
+    [
+        (
+            "forward",
+            SENDS_BUFFERS,
+            "DistributedDataParallel sends the buffers",
+            "broadcast_buffers",
+        ),
+        ("other", SHARDED, "ZeroRedundancyOptimizer sends the parameters", "the optimizer itself"),
+    ],
+)
+def test_tensors_that_torch_exchanges_by_itself_are_said(
+    root: Path, part: str, exchange: Stack, title: str, remedy: str
+) -> None:
+    stacks: Stacks = {part: (SCRIPT, MAIN, exchange)}
+    write_sampled(root, lambda *_: BALANCED, stacks, gap_ms=3.0)
+    found = judged(root).findings[0]
+    assert found.title.startswith(title)
     assert remedy in found.remedy
 
 
