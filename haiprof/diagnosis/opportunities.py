@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from haiprof.base.intervals import Bools, Floats, Ints
+from haiprof.base.ledger import POSITIONS
 from haiprof.run_analysis import ledger, step_positions
 from haiprof.run_analysis.code_samples import CodeTree, Frame
 from haiprof.run_analysis.lines import (
@@ -37,6 +38,10 @@ _WITHOUT_PHASES = (step_positions.PREPARE, step_positions.AFTER_STEP)
 """Where the model is in a job of which only the ends of steps are known."""
 _WITH_ROLLOUTS = (step_positions.PREPARE, step_positions.BETWEEN_STEPS)
 """Where code in a module is a model's that is not trained: a teacher's, a policy's."""
+_BESIDE = ("prepare", "loss", "gradients", "after_step", "between_steps")
+_BESIDE_MODEL = np.arange(len(POSITIONS))
+_BESIDE_MODEL[[POSITIONS.index(name) for name in _BESIDE]] = step_positions.PREPARE
+"""By position: itself, or one for all that lie between phases of the model."""
 _AFTER_INPUT = range(FORWARD, step_positions.AFTER_STEP + 1)
 _HARDLY = 0.1
 """A rank that spends so little of what another does on some work is without it."""
@@ -64,6 +69,8 @@ _SAVES = re.compile(
 """What a trainer makes a checkpoint in: preparing what is saved costs time, too."""
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
+_COPIES = "/copy.py"
+"""Who copies a model calls torch's own code, and works for no forward."""
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
 
 
@@ -154,7 +161,7 @@ def _is_models_own(table: ledger.TimeTable) -> Bools:
     if not (table.position == OPTIMIZER).any():  # parameters are updated by hand
         updates = np.array([*(".grad" in f.expression for f in table.tree.frames), False])
         inside |= (table.position != INPUT) & table.tree.holds(updates)[table.stack]
-    own &= inside & ~in_hooks(table.tree)[table.stack]
+    own &= inside & ~(in_hooks(table.tree) | table.tree.within(_COPIES))[table.stack]
     found: Bools = own | (is_own_call & np.isin(table.work, (ledger.OPERATORS, ledger.PYTHON)))
     return found
 
@@ -366,7 +373,7 @@ def _of_code(table: ledger.TimeTable, free: Bools) -> Iterator[Opportunity]:
     merged: dict[tuple[int, int, int], tuple[list[int], _Line]] = {}
     for rows, line in walk.nodes(_grow(table, numbers)):
         at = line.frame if walk.is_driver(line.function) else -1
-        key = (line.function.key, at, _main_position(table, rows))
+        key = (line.function.key, at, int(_BESIDE_MODEL[_main_position(table, rows)]))
         merged.setdefault(key, ([], line))[0].extend(rows)
     for numbered, line in merged.values():
         yield opportunity(table, np.array(numbered), code_place(table.tree, line.stack))
@@ -461,7 +468,8 @@ class _Walk:
         # What the loop itself, or a trainer, does of an evaluation is one opportunity.
         evaluated, others = list[tuple[list[int], _Line]](), list[tuple[list[int], _Line]]()
         for line in function.lines.values():
-            # A line of a loop that holds several positions is one opportunity in each.
+            # A line of a loop that holds several positions is one opportunity beside the model,
+            # wherever a step with several passes runs it, and one in each of the others.
             own = np.array(line.own, dtype=np.int64)
             own = own[self.free[own]]
             for call in line.calls.values():
@@ -477,8 +485,9 @@ class _Walk:
                 for node in found:
                     is_part = is_trainers and _main_position(self.table, node[0]) == EVALUATION
                     (evaluated if is_part else others).append(node)
-            for position in np.unique(self.table.position[own]).tolist():
-                node = own[self.table.position[own] == position].tolist(), line
+            beside = _BESIDE_MODEL[self.table.position[own]]
+            for position in np.unique(beside).tolist():
+                node = own[beside == position].tolist(), line
                 (evaluated if position == EVALUATION else others).append(node)
         yield from others
         if evaluated:

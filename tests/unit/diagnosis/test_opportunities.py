@@ -49,6 +49,8 @@ from tests.unit.diagnosis.tables import (
 STEPS = 12
 DUMPS = (f"{PYTHON}/json/__init__.py", 231, "dumps")
 ENCODE = (f"{PYTHON}/json/encoder.py", 200, "JSONEncoder.encode")
+COPY = (f"{PYTHON}/copy.py", 128, "deepcopy")
+PARAMETER = (f"{SITE}/torch/nn/parameter.py", 60, "Parameter.__deepcopy__")
 NORM = (f"{SITE}/numpy/linalg/linalg.py", 2300, "norm")
 EVALUATE = [job(90 + line, "evaluate") for line in range(10)]
 LOOP = job(50, "main")
@@ -173,6 +175,7 @@ def test_what_backward_computes_again_is_the_line_that_asks_for_it() -> None:
         ("input", (SCRIPT, LOOP, LOADER), "0", "wait: loader", "wait: loader"),
         ("backward", (SCRIPT, LOOP, ENGINE, BARRIER), "0", "wait: link", "wait: link"),
         ("after_step", (SCRIPT, LOOP, job(8, "share"), BARRIER), "0", "share:8", "wait: link"),
+        ("loss", (SCRIPT, LOOP, COPY, PARAMETER), "h", "main:50", "python"),
         ("forward", (SCRIPT, MAIN, MODULE, SENDS_BUFFERS), "0", "main:40", "wait: link"),
         ("after_step", (SCRIPT, LOOP, SHARDED), "0", "main:50", "wait: link"),
         ("forward", (SCRIPT, MAIN, MODULE, FORWARD), "1", "wait: interpreter lock",
