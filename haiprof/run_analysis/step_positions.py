@@ -106,6 +106,8 @@ def step_positions(
     evaluated |= is_inside(*found.evaluations, start)
     major = np.where((phase < len(PHASES)) & ~evaluated, phase, _NONE)
     in_step = start < steps.end_ns[period]
+    evaluated |= _only_looks(major, period, count)
+    major = np.where(evaluated, _NONE, major)
     around, searched = _around_closures(found, row, major)
     major = np.where(around & ~searched, _NONE, major)  # it has the position that its code gives it
     # Positions of what lies between spans, by the spans before and after it in the same step.
@@ -123,6 +125,20 @@ def step_positions(
         start_ns=start, end_ns=end, position=position, around_closure=around,
         collecting=is_inside(*union(*pauses.times), start), period=period, step_count=count,
     )  # fmt: skip
+
+
+def _only_looks(major: Ints, period: Ints, count: int) -> Bools:
+    """Whether a forward follows the last backward and optimizer of a step with a batch of its own.
+
+    No gradient comes of it: `accuracy(model(x), y)` after `optimizer.step()`.
+    """
+    places = np.arange(len(major))
+    last = np.full((_NONE + 1, count), -1)
+    last[major, period] = places  # the last one stays
+    is_whole = (last[_INPUT] >= 0) & (last[_OPTIMIZER] > last[_INPUT])
+    after = np.where(is_whole, np.maximum(last[_OPTIMIZER], last[_BACKWARD]), len(major))
+    found: Bools = (major == _FORWARD) & (places > after[period])
+    return found
 
 
 def innermost_phase(found: Segmentation, time_ns: Ints) -> Ints:
