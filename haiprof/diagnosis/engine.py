@@ -327,10 +327,13 @@ def uneven_notes(ledger: Ledger | None) -> Iterator[str]:
     """What the model itself does in a part of the steps alone."""
     for each in () if ledger is None else ledger.accounts:
         if each.needed and each.when.startswith(("since", "until", "every")):
+            is_beside = each.position in ("prepare", "between_steps")
             yield (
                 f"{each.code_place or each.where}, {each.in_words}: "
                 f"{duration_text(each.ns_per_step)} of the mean step, {each.paid}; it is the "
                 "model's own work, and the other steps are without it"
+                + "; where nothing learns from it (samples, previews), do it less often"
+                * is_beside
             )
 
 
