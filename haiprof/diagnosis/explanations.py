@@ -453,8 +453,9 @@ def _link(question: Question) -> Finding:
         if any(pattern.search(callee) for callee in account.callees):
             return _waits_for_peer(question, does)
     called = next((row for row in _EXCHANGES if any(row[0] in c for c in account.callees)), None)
-    if called or account.position not in ("backward", "forward"):
-        _, what, remedy = called or _BETWEEN
+    if called or account.file or account.position not in ("backward", "forward"):
+        inside = account.position in ("backward", "forward")
+        _, what, remedy = called or (_INSIDE if inside else _BETWEEN)
         return Finding(
             rule="blocking_collectives", remedy=remedy,
             title=f"{what}, {question.amount}, not counting the wait for late ranks",
@@ -484,6 +485,11 @@ _BETWEEN = (
     "", "collectives between the phases",
     "call them less often (metrics every N steps), several in one, or with async_op=True; "
     "broadcast what does not change once, before the loop",
+)  # fmt: skip
+_INSIDE = (
+    "", "collectives that the model calls",
+    "several in one: what layers exchange (statistics, norms) in one tensor, or with "
+    "async_op=True and waited for where it is used; in fewer steps",
 )  # fmt: skip
 _EXCHANGES = (
     ("DistributedDataParallel._sync_buffers",

@@ -219,7 +219,7 @@ def lacks_line(table: ledger.TimeTable) -> Bools:
     # A collective that the job itself calls has a line; so has waiting for a core amid code that a
     # change removes, and for the batches of an evaluation.
     has_line = ~np.isin(table.position, (FORWARD, BACKWARD))
-    has_line |= ledger.sends_buffers(table.tree)[table.stack]
+    has_line |= ledger.in_collective_calls(table.tree)[table.stack]
     has_line &= table.activity == ledger.LINK_WAIT
     has_work = table.work != ledger.NO_CORE
     has_line |= (table.activity == ledger.NO_CORE) & ~_is_models_own(table) & has_work

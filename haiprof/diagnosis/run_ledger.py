@@ -265,12 +265,12 @@ def _keep_needed_link(
     most_ns = bytes_ns + thresholds.LINK_LATENCY_NS
     usual_ns = bytes_ns + thresholds.LINK_USUAL_NS
     has_phases = np.isin(table.position, ledger.MODEL_POSITIONS).any()
-    buffers = ledger.sends_buffers(table.tree)[table.stack]
+    called = ledger.in_collective_calls(table.tree)[table.stack]
     kept = []
     for each in found:
         whole = time.mean_of(table, each.rows)
         is_beside = has_phases and each.position not in (*ledger.MODEL_POSITIONS, GRADIENTS)
-        is_beside |= bool(buffers[each.rows].any())
+        is_beside |= bool(called[each.rows].any())
         if each.activity != LINK_WAIT or each.key is not None or not whole or is_beside:
             kept.append(each)
             continue

@@ -61,12 +61,15 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     if own is None:
         return None
     # A rank alone that is known to be late by when its collectives begin is told by that.
-    told = () if found.late is None or layout is None else found.late.ranks
+    mean_ns = found.ledger.mean_ns
+    told = {
+        rank for each in found.ledger.accounts for rank in each.ranks
+        if each.explanation == "ranks_uneven" and each.gain_ns >= PROBLEM_RATIO * mean_ns
+    }  # fmt: skip
     parts = [] if layout is None else [part for parts in layout.dimensions for part in parts]
     alone = _STAGE if layout is None else _RANK
-    parts += [Part(kind=alone, name=f"rank {r}", ranks=frozenset([r])) for r in {*ranks} - {*told}]
+    parts += [Part(kind=alone, name=f"rank {r}", ranks=frozenset([r])) for r in {*ranks} - told]
     best = max(((_extra(own, ranks, part), part) for part in parts), key=lambda pair: pair[0][0])
-    mean_ns = found.ledger.mean_ns
     (extra, low, high), part = best
     if low < PROBLEM_RATIO * mean_ns:
         return None

@@ -101,6 +101,7 @@ _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _BUFFERS = "DistributedDataParallel._sync_buffers"
 _EXCHANGES = (_BUFFERS, "ZeroRedundancyOptimizer._sync_params")
 """Functions of torch that exchange tensors outside of distributed_c10d.py, or wait there."""
+_SHARDED = re.compile(r"/torch/distributed/(?:_?fsdp|_composable|tensor)/|/deepspeed/|/megatron/")
 _POINT_TO_POINT = {
     "send", "isend", "send_object_list", "recv", "irecv", "recv_object_list", "batch_isend_irecv",
 }  # fmt: skip
@@ -592,9 +593,15 @@ def waiting_stacks(tree: CodeTree) -> Bools:
     return found
 
 
-def sends_buffers(tree: CodeTree) -> Bools:
-    """Per stack: whether DistributedDataParallel sends the model's buffers before a forward."""
-    return tree.holds(np.array([*(frame.function == _BUFFERS for frame in tree.frames), False]))
+def in_collective_calls(tree: CodeTree) -> Bools:
+    """Per stack: whether Python calls a collective: the job, or torch for its model's buffers.
+
+    Not what exchanges gradients and parameters: C++ calls it, or a sharded model's own code.
+    """
+    names = [f.file.endswith(_COLLECTIVES) or f.function == _BUFFERS for f in tree.frames]
+    return tree.holds(np.array([*names, False])) & ~tree.holds(
+        np.array([*(_SHARDED.search(frame.file) is not None for frame in tree.frames), False])
+    )
 
 
 def point_to_point(tree: CodeTree) -> Bools:

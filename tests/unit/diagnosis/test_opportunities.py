@@ -49,6 +49,7 @@ from tests.unit.diagnosis.tables import (
 STEPS = 12
 DUMPS = (f"{PYTHON}/json/__init__.py", 231, "dumps")
 ENCODE = (f"{PYTHON}/json/encoder.py", 200, "JSONEncoder.encode")
+FSDP = (f"{SITE}/torch/distributed/fsdp/_runtime_utils.py", 700, "_post_backward_hook")
 COPY = (f"{PYTHON}/copy.py", 128, "deepcopy")
 PARAMETER = (f"{SITE}/torch/nn/parameter.py", 60, "Parameter.__deepcopy__")
 NORM = (f"{SITE}/numpy/linalg/linalg.py", 2300, "norm")
@@ -173,7 +174,9 @@ def test_what_backward_computes_again_is_the_line_that_asks_for_it() -> None:
         ("input", (SCRIPT, LOOP, job(2, "Data.__getitem__")), "0", "Data.__getitem__:2",
          "native"),
         ("input", (SCRIPT, LOOP, LOADER), "0", "wait: loader", "wait: loader"),
-        ("backward", (SCRIPT, LOOP, ENGINE, BARRIER), "0", "wait: link", "wait: link"),
+        ("backward", (SCRIPT, LOOP, ENGINE, FSDP, BARRIER), "0", "wait: link", "wait: link"),
+        ("backward", (SCRIPT, LOOP, ENGINE, BARRIER), "0", "main:50", "wait: link"),
+        ("forward", (SCRIPT, MAIN, MODULE, FORWARD, BARRIER), "0", "Net.forward:5", "wait: link"),
         ("after_step", (SCRIPT, LOOP, job(8, "share"), BARRIER), "0", "share:8", "wait: link"),
         ("loss", (SCRIPT, LOOP, COPY, PARAMETER), "h", "main:50", "python"),
         ("forward", (SCRIPT, MAIN, MODULE, SENDS_BUFFERS), "0", "main:40", "wait: link"),
