@@ -78,8 +78,8 @@ def _is_of(module: str, function: ast.expr) -> bool:
 
 def _creates_by_flags(node: ast.AST) -> bool:
     """Flags of `os.open` that make or empty a file, with others or alone."""
-    flags = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
-    return isinstance(node, ast.BinOp | ast.Attribute) and bool(flags & CREATING)
+    parts = ast.walk(node) if isinstance(node, ast.BinOp) else [node]
+    return any(isinstance(each, ast.Attribute) and each.attr in CREATING for each in parts)
 
 
 def _writes_a_frame(call: ast.Call, name: str) -> bool:
