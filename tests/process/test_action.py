@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -12,29 +11,30 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.process.jobs import environment
+
 ROOT = Path(__file__).parents[2]
 ACTION = ROOT / ".github/actions/haiprof"
 LOOP = """
 import sys, time, torch
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-for number in range(120):
+for number in range(80):
     time.sleep(float(sys.argv[1]))
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-sys.exit(int(sys.argv[2]))
 """
 
 pytestmark = pytest.mark.slow
 
 
 def run_steps(folder: Path, variables: Mapping[str, str], script: str) -> int:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GITHUB_ACTION_PATH": str(ACTION),
-                   "GITHUB_STEP_SUMMARY": str(folder / "step.md"),
-                   "GITHUB_OUTPUT": str(folder / "output"),
-                   "HAIPROF_CI_HAIPROF": f"{sys.executable} -m haiprof", **variables}  # fmt: skip
+    own = {"GITHUB_ACTION_PATH": str(ACTION), "GITHUB_STEP_SUMMARY": str(folder / "step.md"),
+           "GITHUB_OUTPUT": str(folder / "output"),
+           "HAIPROF_CI_HAIPROF": f"{sys.executable} -m haiprof"}  # fmt: skip
     line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
-    return subprocess.run(line, cwd=folder, env=environment, check=False).returncode
+    done = subprocess.run(line, cwd=folder, env=environment({**own, **variables}), check=False)
+    return done.returncode
 
 
 def run_action(folder: Path, **inputs: str) -> int:
@@ -51,9 +51,9 @@ def run_action(folder: Path, **inputs: str) -> int:
     return run_steps(folder, variables, step["run"])
 
 
-def train(folder: Path, step_s: float, status: int = 0, **inputs: str) -> int:
+def train(folder: Path, step_s: float, **inputs: str) -> int:
     (folder / "loop.py").write_text(LOOP)
-    command = f"{sys.executable} loop.py {step_s} {status}"
+    command = f"{sys.executable} loop.py {step_s}"
     return run_action(folder, command=command, **{"fail-if-slower": "50%"}, **inputs)
 
 
@@ -78,7 +78,8 @@ def test_action_is_strict_where_asked(tmp_path: Path) -> None:
 
 
 def test_failing_job_keeps_its_status_and_is_explained(tmp_path: Path) -> None:
-    assert train(tmp_path, 0.01, 7) == 7
+    command = f"{sys.executable} -c 'raise SystemExit(7)'"
+    assert run_action(tmp_path, command=command) == 7
     assert "### haiprof: the job ended with exit status 7" in (tmp_path / "step.md").read_text()
 
 
@@ -91,7 +92,7 @@ def test_gitlab_snippet_runs_the_same_script(tmp_path: Path) -> None:
     (tmp_path / "haiprof").symlink_to(ROOT)
     (tmp_path / "loop.py").write_text(LOOP)
     _install, script = job["script"]
-    variables = {**job["variables"], "HAIPROF_CI_COMMAND": f"{sys.executable} loop.py 0.01 0",
+    variables = {**job["variables"], "HAIPROF_CI_COMMAND": f"{sys.executable} loop.py 0.01",
                  "GITHUB_STEP_SUMMARY": "", "GITHUB_OUTPUT": ""}  # fmt: skip
     assert run_steps(tmp_path, variables, script) == 0
     (summary,) = job["artifacts"]["paths"]
