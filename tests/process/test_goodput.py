@@ -48,7 +48,6 @@ for step in range(first, total):
             open(f"{out}/died-{step}", "w")
             raise ValueError("bad sample")
 """
-DEATHS = ("17", "34")
 RESTARTED = ("torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3",
              "--monitor-interval", "0.1")  # fmt: skip
 
@@ -62,20 +61,20 @@ def goodput(logs: Path) -> dict[str, Any]:
     return found
 
 
-def check_steps(found: dict[str, Any], out: Path) -> None:
+def check_steps(found: dict[str, Any], out: Path, firsts: list[int]) -> None:
     """Against the job's own log."""
     trained = [int(line) for line in (out / "log-0").read_text().split()]
     assert sum(start["step_count"] for start in found["starts"]) == len(trained)
     lost = len(trained) - len(set(trained))
     assert found["lost_steps"] == [lost, lost]
     assert sum(start["kept_steps"] for start in found["starts"]) == 45
-    first = [start["first_step"] for start in found["starts"]]
-    assert first == [0, 10, 30]
-    assert [start["went_on"] for start in found["starts"]] == ["first", *["checkpoint"] * 2]
+    assert [start["first_step"] for start in found["starts"]] == firsts
+    went_on = [start["went_on"] for start in found["starts"]]
+    assert went_on == ["first", *["checkpoint"] * (len(firsts) - 1)]
     assert {start["file"] for start in found["starts"][1:]} == {str(out / "last.pt")}
     accounts = found["accounts"]
     # Each of them sleeps for 10 ms; the last one of a start ends with its optimizer, before that.
-    assert accounts["lost_steps"] > (lost - len(DEATHS)) * 10e6
+    assert accounts["lost_steps"] > (lost - len(firsts) + 1) * 10e6
     assert accounts["productive_steps"] > 45 * 10e6
     assert accounts["checkpoint"] > 0
     assert accounts["uncertain_steps"] == accounts["hang"] == accounts["unknown"] == 0
@@ -90,24 +89,22 @@ def write(folder: Path) -> tuple[str, Path]:
 
 def test_restarts_by_torchrun_add_up(tmp_path: Path) -> None:
     script, out = write(tmp_path)
-    job = run_job((*RESTARTED, script, str(out), "45", *DEATHS), folder=tmp_path / "run",
+    job = run_job((*RESTARTED, script, str(out), "45", "17"), folder=tmp_path / "run",
                   haiprof=True, options=("--quiet",))  # fmt: skip
     assert job.log_dir is not None
     found = goodput(job.log_dir)
-    assert (len(found["runs"]), len(found["starts"])) == (1, 3), job.stderr
-    check_steps(found, out)
+    assert (len(found["runs"]), len(found["starts"])) == (1, 2), job.stderr
+    check_steps(found, out, [0, 10])
     assert found["accounts"]["waiting_for_ranks"] > 0
     assert found["accounts"]["queue"] == 0
-    assert found["accounts"]["init"] > found["accounts"]["productive_steps"], (
-        "three imports of torch"
-    )
+    assert found["accounts"]["init"] > found["accounts"]["productive_steps"], "imports of torch"
 
 
 def test_separate_runs_of_one_run_id_add_up_with_the_queue(tmp_path: Path) -> None:
     script, out = write(tmp_path)
     jobs = [
         run_job(
-            ("python", script, str(out), "45", *DEATHS), folder=tmp_path / f"run-{number}",
+            ("python", script, str(out), "45", "17", "34"), folder=tmp_path / f"run-{number}",
             haiprof=True, options=("--quiet", "--run-id=7"), log_dir=tmp_path / "logs",
         )
         for number in range(3)
@@ -115,7 +112,7 @@ def test_separate_runs_of_one_run_id_add_up_with_the_queue(tmp_path: Path) -> No
     assert [job.returncode for job in jobs] == [1, 1, 0]
     found = goodput(tmp_path / "logs")
     assert [Path(run).name for run in found["runs"]] == ["job-7", "job-7-2", "job-7-3"]
-    check_steps(found, out)
+    check_steps(found, out, [0, 10, 30])
     assert found["accounts"]["queue"] > 0
     card = run_command(["goodput", str(tmp_path / "logs")], folder=tmp_path).stdout
     assert "3 runs joined: --run-id 7" in card
