@@ -26,8 +26,7 @@ Once = Callable[[tuple[object, ...], Callable[[Path], Any]], Any]
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.PROOFS = config.option.markexpr == "proof"
-    if sampling.PROOFS:
-        config.option.loadscopereorder = False  # xdist would begin with the largest files
+    config.option.loadscopereorder = False  # xdist would begin with the files of most tests
     # A busy machine makes single examples slow; pytest's own timeout ends what hangs.
     settings.register_profile("haiprof", deadline=None, max_examples=sampling.examples(100))
     settings.load_profile("haiprof")

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import sampling
 from tests.conftest import Once
 from tests.process.jobs import Job, run_job, succeeded
 from tests.process.loops import LOOPS, OF_TWO_RANKS, loop_command
@@ -53,3 +55,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if "PYTEST_XDIST_WORKER" in os.environ and not sampling.PROOFS:
+        # Files of slow tests first: at the end no worker waits for one.
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
