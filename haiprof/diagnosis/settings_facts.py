@@ -325,7 +325,8 @@ def double_precision(inputs: RuleInputs) -> Finding | None:
     return make_finding(
         f"float64: {ratio_text(share)} of the parameters have twice the bytes of float32",
         "train in float32: model.float(), and no torch.set_default_dtype(torch.float64); arrays of "
-        "numpy are float64, so that batches made from them need .float()",
+        "numpy are float64, so that batches made from them need .float(); what needs the digits "
+        "(Cholesky factors, Gaussian processes) alone in float64",
         ("float64, of what is trained", share, "ratio"),
         ("the GPU computes" if on_gpu else "computing, of forward", busy, "ratio"),
         ("forward, backward and optimizer, share of the step", touched, "ratio"), confidence=0.8,
