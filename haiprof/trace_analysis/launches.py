@@ -340,7 +340,8 @@ def write_counter_trace(
     text = TraceText(trace.path)
     # Where its name does not say so, it says itself that it is a copy, not the trace of a rank.
     mark = "{" if COUNTER_SUFFIX in suffix else f'{{"{COPY_KEY}": 1, '
-    write_copy(path, text, chain(event_texts(text), in_pieces(events)), mark=mark)
+    written = (b",\n".join(texts) for _, texts in event_texts(text))
+    write_copy(path, text, chain(written, in_pieces(events)), mark=mark)
     return pl.DataFrame({"path": [str(path)], "counter_event_count": [len(events)]})
 
 

@@ -37,7 +37,7 @@ from haiprof.trace_analysis.device_time import (
 from haiprof.trace_analysis.host_activity import ACTIVITIES, OUTSIDE, read_host, split
 from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.decode import event_texts, with_number, write_copy
-from haiprof.trace_format.kineto.events import GPU_RANGES, HOST_BACKENDS, LANE, TEXTS
+from haiprof.trace_format.kineto.events import GPU_RANGES, HOST_BACKENDS, LANE
 from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace
 from haiprof.trace_format.kineto.text import TraceText
 
@@ -375,16 +375,13 @@ def _pieces(ranges: pl.DataFrame, text: TraceText, lanes: list[tuple[int, int]])
     threads = pl.DataFrame(lanes, schema=["pid", "tid"], orient="row")
     moved = ranges.join(threads, on=["pid", "tid"], how="semi").sort("event")
     waiting = list(moved.select("event", "tid").iter_rows())[::-1]
-    first = 0
     yield b",\n".join(
         json.dumps({"ph": "M", "name": "thread_name", "pid": pid, "tid": LANE + tid, "ts": 0,
                     "args": {"name": f"ranges of thread {tid}"}}).encode()
         for pid, tid in lanes
     )  # fmt: skip
-    for piece in event_texts(text):
-        events = [bytes(one) for one in TEXTS.decode(b"[" + piece + b"]")]
+    for first, events in event_texts(text):
         while waiting and waiting[-1][0] < first + len(events):
             place, tid = waiting.pop()
             events[place - first] = with_number(events[place - first], "tid", LANE + tid)
-        first += len(events)
         yield b",\n".join(events)

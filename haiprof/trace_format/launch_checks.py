@@ -14,7 +14,6 @@ from haiprof.base.intervals import Bools, Ints
 from haiprof.base.units import ratio_text
 from haiprof.trace_format.kineto.columns import exact_ns, has_name
 from haiprof.trace_format.kineto.decode import event_texts
-from haiprof.trace_format.kineto.events import TEXTS
 from haiprof.trace_format.kineto.text import TraceText
 from haiprof.trace_format.nsight import is_nsight_export
 
@@ -424,9 +423,8 @@ def _by_arrows(
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """GPU events and calls with the number of the arrow of the file that ends or begins at each."""
     found = []
-    for piece in event_texts(TraceText(path)):
-        for raw in TEXTS.decode(b"[" + piece + b"]"):
-            text = bytes(raw)
+    for _, texts in event_texts(TraceText(path)):
+        for text in texts:
             if _ARROW not in text and b"async_cpu_to_gpu" not in text:
                 continue
             try:

@@ -94,17 +94,17 @@ def merge_inputs(
 def trace_input(path: Path) -> TraceInput:
     """Reads what a file states about itself; all of it only where that stands behind the events."""
     text = TraceText(path)
-    texts = event_texts(text)
-    first = next(texts, b"")
+    pieces = event_texts(text)
+    _, first = next(pieces, (0, []))
     if not _SAID_BEFORE & text.metadata.keys():
-        for _ in texts:
+        for _ in pieces:
             pass
     if MERGED_KEY in text.metadata:
         raise TraceFormatError(
             f"{path}: it is a merged trace already", hint="name the ranks' own traces"
         )
     # The earliest time in the first piece; metadata events may have the time 0.
-    stamps = _STAMPS.decode(b"[" + first + b"]")
+    stamps = _STAMPS.decode(b"[" + b",".join(first) + b"]")
     times, good = exact_ns([bytes(each.ts) for each in stamps if bytes(each.ph) != b'"M"'])
     return TraceInput(
         path=path, rank=rank_of(path, text.metadata), metadata=text.metadata,

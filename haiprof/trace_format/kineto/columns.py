@@ -38,9 +38,9 @@ def event_times(heads: Sequence[Any]) -> tuple[Ints, Ints, Bools]:
     if b"null" in durations:
         durations = [b"0" if dur == b"null" and head.ph != "X" else dur
                      for dur, head in zip(durations, heads, strict=True)]  # fmt: skip
-    ts_ns, has_ts = exact_ns([bytes(head.ts) for head in heads])
-    dur_ns, has_dur = exact_ns(durations)
-    return ts_ns, dur_ns, has_ts & has_dur & (dur_ns >= 0) & (dur_ns < DURATION_LIMIT_NS)
+    times, known = exact_ns([*(bytes(head.ts) for head in heads), *durations])
+    (ts_ns, dur_ns), good = np.split(times, 2), np.logical_and(*np.split(known, 2))
+    return ts_ns, dur_ns, good & (dur_ns >= 0) & (dur_ns < DURATION_LIMIT_NS)
 
 
 def _float(value: object) -> float:
@@ -77,8 +77,6 @@ def _one_by_one(us: list[bytes]) -> tuple[Ints, Bools]:
     return ns, good
 
 
-BATCH_ROWS = 1 << 11
-"""Rows of a table that are collected as Python objects before they become a frame."""
 _NAME_LIMIT_BYTES = 1 << 30  # of all distinct texts of a file, with their containers
 _NAME_COST_BYTES = 300
 _UNKNOWN = (TypeError, OverflowError)  # what polars raises for a value that is not of a type
@@ -132,55 +130,33 @@ def _getter(name: str) -> Getter:
     return found
 
 
-class _Column:
-    """The values of one column until they become a series."""
-
-    def __init__(self, column: TraceColumn) -> None:
-        self.column = column
-        self.is_own = column.field.startswith(".")
-        names = [column.field[1:]] if self.is_own else argument_names(column)
-        self._getters = [_getter(name) for name in names]
-        self._nothing = NO_JSON if column.is_json else None
-        self._missing_count = 0  # how many rows there are while none of them has a value
-        self._values: list[Any] = []
-
-    def add(self, rows: Sequence[Any], names: Names) -> None:
-        """Takes the values of some rows."""
-        values = self._getters[0](rows)
-        for getter in self._getters[1:]:
-            others = getter(rows)
-            if others.count(None) < len(others):  # an older spelling
-                values = [b if a is None else a for a, b in zip(values, others, strict=True)]
-        # The first one first: comparing takes fifty times longer where a value is not None.
-        nothing = self._nothing
-        if values[0] is nothing and not self._values and values.count(nothing) == len(values):
-            self._missing_count += len(values)
-            return
-        if self._missing_count:
-            self._values, self._missing_count = [None] * self._missing_count, 0
-        if self.column.type == "str":
-            found = map(bytes, values) if self.column.is_json else values  # a Raw keeps its piece
-            values = list(map(names.__getitem__, found))
-        self._values += values
-
-    def take(self) -> pl.Series | None:
-        """Returns and clears the values; None where no row has one."""
-        name, kind = self.column.name, _STORED[self.column.type]
-        values, self._values = self._values, []
-        self._missing_count = 0
-        if not values:
-            return None
-        try:
-            found = pl.Series(name, values, dtype=kind)
-        except _UNKNOWN:
-            if kind == pl.Int64:
-                return pl.Series(name, [_integer(value) for value in values], dtype=kind)
-            found = pl.Series(name, list(map(_float, values)), dtype=kind)
-        if kind != pl.Float64:
-            return found
-        floats = found.to_numpy() * self.column.scale
-        known = np.where(np.isfinite(floats), floats, np.nan)
-        return pl.Series(name, known, dtype=pl.Float64, nan_to_null=True)
+def _series(
+    column: TraceColumn, heads: Sequence[Any], args: Sequence[Any], names: Names
+) -> pl.Series | None:
+    """The values of one column; None where no row has one."""
+    is_own = column.field.startswith(".")
+    spellings = [column.field[1:]] if is_own else argument_names(column)
+    values, *older = (_getter(name)(heads if is_own else args) for name in spellings)
+    for others in older:
+        if others.count(None) < len(others):
+            values = [b if a is None else a for a, b in zip(values, others, strict=True)]
+    # The first one first: comparing takes fifty times longer where a value is not None.
+    nothing = NO_JSON if column.is_json else None
+    if values[0] is nothing and values.count(nothing) == len(values):
+        return None
+    if column.type == "str":
+        values = list(map(names.__getitem__, map(bytes, values) if column.is_json else values))
+    kind = _STORED[column.type]
+    try:
+        found = pl.Series(column.name, values, dtype=kind)
+    except _UNKNOWN:
+        mended = map(_integer if kind == pl.Int64 else _float, values)
+        found = pl.Series(column.name, list(mended), dtype=kind)
+    if kind != pl.Float64:
+        return found
+    floats = found.to_numpy() * column.scale
+    known = np.where(np.isfinite(floats), floats, np.nan)
+    return pl.Series(column.name, known, dtype=pl.Float64, nan_to_null=True)
 
 
 def _integer(value: object) -> int | None:
@@ -198,29 +174,14 @@ Common = tuple[Ints, npt.NDArray[np.uint32], Ints, Ints]
 """What every table has of its rows, as arrays in the order of `_COMMON`; categories as codes."""
 
 
-class TableBatch:
-    """Some rows of one table on their way from events to a frame."""
-
-    def __init__(self, table: str) -> None:
-        self.table = table
-        self.row_count = 0
-        self._columns = [_Column(each) for each in TABLES[table] if each.name not in _COMMON]
-        self._common: list[Common] = []
-
-    def add(self, heads: Sequence[Any], args: Sequence[Any], common: Common, names: Names) -> None:
-        """Takes rows."""
-        self.row_count += len(heads)
-        self._common.append(common)
-        for column in self._columns:
-            column.add(heads if column.is_own else args, names)
-
-    def take(self) -> pl.DataFrame:
-        """Returns and clears the rows, without empty columns; texts are codes."""
-        parts, self._common, self.row_count = zip(*self._common, strict=True), [], 0
-        found = [pl.Series(name, np.concatenate(part), kind)
-                 for (name, kind), part in zip(_COMMON.items(), parts, strict=True)]  # fmt: skip
-        own = [each.take() for each in self._columns]
-        return pl.DataFrame([*found, *(values for values in own if values is not None)])
+def make_frame(
+    table: str, heads: Sequence[Any], args: Sequence[Any], common: Common, names: Names
+) -> pl.DataFrame:
+    """Rows of one table without empty columns; texts are codes."""
+    found = [pl.Series(name, values, kind)
+             for (name, kind), values in zip(_COMMON.items(), common, strict=True)]  # fmt: skip
+    own = (_series(c, heads, args, names) for c in TABLES[table] if c.name not in _COMMON)
+    return pl.DataFrame([*found, *(values for values in own if values is not None)])
 
 
 def merge_parts(parts: Sequence[pl.DataFrame]) -> pl.DataFrame:

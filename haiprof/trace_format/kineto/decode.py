@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from haiprof.base.errors import HaiprofError, convert_os_errors
 from haiprof.base.safe_files import whole_file
-from haiprof.trace_format.kineto.events import ARGUMENTS, HEADS, JSON_KEYS, TEXTS, WHOLE, Decoder
+from haiprof.trace_format.kineto.events import ARGUMENTS, HEADS, JSON_KEYS, TEXTS, Decoder
 from haiprof.trace_format.kineto.text import BOUNDARY, Element, Found, TraceText, element, scrub
 
 # A text of this length without the end of an event, in which further events seem to begin, has
@@ -46,11 +46,6 @@ class Damage:
             self.examples.append(event[:_SHOWN_BYTES].decode("utf-8", "replace"))
 
 
-def decode_whole(piece: bytes, text: TraceText) -> list[Any] | None:
-    """Decodes events with their arguments in one pass; None where one has an unusual form."""
-    return None if text.is_last else _decode_events(piece, WHOLE)
-
-
 def decode(piece: bytes, text: TraceText, damage: Damage, decoder: Decoder) -> list[Any]:
     """Decodes the events of a piece."""
     if not text.is_last:
@@ -74,16 +69,16 @@ def decode(piece: bytes, text: TraceText, damage: Damage, decoder: Decoder) -> l
     return list(_one_by_one(clean, decoder, text, damage))
 
 
-def event_texts(text: TraceText) -> Iterator[bytes]:
-    """Yields the text of all events as written, without what is not JSON."""
-    damage = Damage()
+def event_texts(text: TraceText) -> Iterator[tuple[int, list[bytes]]]:
+    """Yields how many events came before, and the next ones as written; not what is not JSON."""
+    damage, count = Damage(), 0
     for piece in text.pieces():
-        events = decode(piece, text, damage, TEXTS)
+        events = list(map(bytes, decode(piece, text, damage, TEXTS)))
         if _decode_events(b",".join(events), HEADS) is None:  # some are JSON, but no events
-            events = [each for each in events if _decode_events(bytes(each), HEADS) is not None]
+            events = [each for each in events if _decode_events(each, HEADS) is not None]
         if events:
-            whole = b",\n".join(events)
-            yield whole if whole.isascii() else scrub(whole)
+            yield count, [each if each.isascii() else scrub(each) for each in events]
+            count += len(events)
 
 
 def arguments(table: str, raws: Sequence[msgspec.Raw], damage: Damage) -> list[Any]:
@@ -218,27 +213,17 @@ def add_marks(
     text: TraceText, events: npt.NDArray[np.int64], mark: str, *, only_marked: bool = False
 ) -> Iterator[bytes]:
     """Yields the text of all events as written, some of them with one more argument."""
-    first = 0
-    for piece in event_texts(text):
-        texts = TEXTS.decode(b"[" + piece + b"]")
-        chosen = events[slice(*np.searchsorted(events, [first, first + len(texts)]))] - first
-        first += len(texts)
-        if not len(chosen) and not only_marked:
-            yield piece
-            continue
-        whole = [bytes(one) for one in texts]
-        marked = chosen.tolist()
+    for first, texts in event_texts(text):
+        low, high = np.searchsorted(events, [first, first + len(texts)])
+        marked = set((events[low:high] - first).tolist())
         for place in marked:
-            whole[place] = _mark_event(whole[place], mark)
-        if only_marked:
-            kept = set(marked)
-            whole = [
-                one
-                for at, one in enumerate(whole)
-                if at in kept or _FIELDS.decode(one).get("ph") == msgspec.Raw(b'"M"')
-            ]
-        if whole:
-            yield b",\n".join(whole)
+            texts[place] = _mark_event(texts[place], mark)
+        kept = [
+            one for at, one in enumerate(texts) if not only_marked or at in marked
+            or _FIELDS.decode(one).get("ph") == msgspec.Raw(b'"M"')
+        ]  # fmt: skip
+        if kept:
+            yield b",\n".join(kept)
 
 
 def _mark_event(event: bytes, mark: str) -> bytes:

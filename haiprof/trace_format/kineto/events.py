@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Any
 
 import msgspec
 
@@ -176,7 +176,6 @@ Decoder = msgspec.json.Decoder[list[Any]]
 NO_JSON = msgspec.Raw(b"")  # where an event has no such argument
 _NO_ARGS = msgspec.Raw(b"{}")
 _NO_TIME = msgspec.Raw(b"null")
-_ZERO = msgspec.Raw(b"0")
 
 CATEGORIES = (*TABLE_OF_CATEGORY, *REDUNDANT_CATEGORIES)
 """The known categories; elsewhere a category is its index here."""
@@ -226,34 +225,11 @@ def _arguments(table: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(f"Args_{table}", fields, gc=False, frozen=True)
 
 
-_ARGUMENTS = {table: _arguments(table) for table in TABLES}
 ARGUMENTS: dict[str, Decoder] = {
-    table: msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
-    for table, kind in _ARGUMENTS.items()
+    table: msgspec.json.Decoder(list[_arguments(table)])  # type: ignore[misc]
+    for table in TABLES
 }
 """By table."""
-
-
-def _whole_event(category: str) -> type[msgspec.Struct]:
-    """An event of one category with its arguments, exactly as profilers write it."""
-    table = TABLE_OF_CATEGORY.get(category)
-    fields: list[tuple[Any, ...]] = []
-    if table is not None:
-        phases: Any = Literal[tuple(PHASES[table])]
-        arguments = _ARGUMENTS[table]
-        fields = [("ph", phases), ("name", str, ""), ("ts", msgspec.Raw), ("pid", Number, None),
-                  ("tid", Number, None), ("args", arguments, arguments())]  # fmt: skip
-        default = (_ZERO,) if table in WITHOUT_DURATION else ()
-        fields += [("dur", msgspec.Raw, *default)]
-        fields += [("id", Number, None)] if table == LINKS else []
-    return msgspec.defstruct("Event", fields, tag=category, tag_field="cat", gc=False, kw_only=True)
-
-
-_WHOLE = [_whole_event(category) for category in CATEGORIES]
-# Twice as fast as decoding heads and arguments separately. A single event of unusual form or of
-# another category makes the decoder fail, and the whole piece is decoded as HEADS again.
-WHOLE: Decoder = msgspec.json.Decoder(list[Union[tuple(_WHOLE)]])  # type: ignore[misc] # noqa: UP007
-CATEGORY_OF_TYPE = {kind: place for place, kind in enumerate(_WHOLE)}  # of an event from `WHOLE`
 
 JSON_KEYS = {key for columns in TABLES.values() for column in columns if column.is_json
              for key in column.field.split("|")}  # fmt: skip

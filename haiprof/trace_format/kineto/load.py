@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -14,16 +14,10 @@ import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.base.intervals import Bools, Ints
+from haiprof.base.intervals import Bools
 from haiprof.trace_format.kineto import events as schema
-from haiprof.trace_format.kineto.columns import (
-    BATCH_ROWS,
-    Names,
-    TableBatch,
-    event_times,
-    name_copies,
-)
-from haiprof.trace_format.kineto.decode import Damage, arguments, decode, decode_whole
+from haiprof.trace_format.kineto.columns import Names, event_times, make_frame, name_copies
+from haiprof.trace_format.kineto.decode import Damage, arguments, decode
 from haiprof.trace_format.kineto.text import TraceText
 
 _VERSION = 2  # version of native.c; a scanner that was built from an older one is not used
@@ -86,7 +80,7 @@ class NativeColumns:
         return self._scanner.rows(number) if self._scanner else 0
 
     def take(self, number: int) -> pl.DataFrame:
-        """Returns and clears the rows of a table, as `columns.TableBatch.take` does."""
+        """Returns and clears the rows of a table, as `columns.make_frame` does."""
         event, category, ts_ns, dur_ns, cells = self._scanner.take(number)
         found = [
             pl.Series("event", np.frombuffer(event, np.int64)),
@@ -121,7 +115,7 @@ def _series(column: schema.TraceColumn, values: bytes) -> tuple[pl.Series, Bools
 _Codes = npt.NDArray[np.uint32]
 _Categories = npt.NDArray[np.uint8]  # as indices in `CATEGORIES`
 _Tables = npt.NDArray[np.int8]  # as indices in `_TABLE_NAMES`, or -1
-Sink = Callable[[str, pl.DataFrame], None]  # takes a part of a table, as from `TableBatch.take`
+Sink = Callable[[str, pl.DataFrame], None]  # takes a part of a table, as `make_frame` makes it
 
 _MEMORY_NAME = "[memory]"  # before 2022 such events had no category
 _HALF_PHASES = frozenset("BEben")  # halves of an event, which are not used; Kineto writes none
@@ -199,91 +193,77 @@ class _Reading:
     redundant: Counter[str] = field(default_factory=Counter)
     not_used: Counter[str] = field(default_factory=Counter)
     bad_time: int = 0
-    batches: list[TableBatch] = field(
-        default_factory=lambda: [TableBatch(table) for table in _TABLE_NAMES]
-    )
 
-    def flush(self, least_rows: int = 1) -> None:
-        """Passes on the tables that have at least so many rows."""
-        for batch in self.batches:
-            if batch.row_count >= least_rows:
-                self.sink(batch.table, batch.take())
+    def take_scanned(self, counts: Sequence[int]) -> None:
+        """Counts what the compiled scanner has read, by category."""
+        for category, count in zip(schema.CATEGORIES, counts, strict=True):
+            table = schema.TABLE_OF_CATEGORY.get(category)
+            if count:
+                (self.kept if table else self.redundant)[table or category] += count
+        self.events += sum(counts)
 
 
 def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadReport]:
     """Reads a file once."""
     reading = _Reading(TraceText(path), Names(path), sink)
-    name_codes = np.array(
-        [reading.names[name] for name in (*schema.CATEGORIES, "")], dtype=np.uint32
-    )
+    text, damage = reading.text, reading.damage
+    names = [reading.names[name] for name in (*schema.CATEGORIES, "")]
+    name_codes = np.array(names, dtype=np.uint32)
     native = NativeColumns(reading.names, name_codes)
-    for piece in reading.text.pieces():
-        if _scan_piece(piece, native, reading):
-            continue
-        _flush(native, reading)
-        _read_piece(piece, name_codes, reading)
-    reading.flush()
-    _flush(native, reading)
+    for piece in text.pieces():
+        scanned = None if text.is_last else native.scan(piece, reading.events)
+        if scanned is not None:
+            reading.take_scanned(scanned[0])
+            _flush(native, sink, NATIVE_ROWS)
+        else:
+            _flush(native, sink)  # what stands before it in the file
+            _read_piece(piece, name_codes, reading)
+    _flush(native, sink)
     name_copies(reading.names)
-    report = _report(reading)
+    report = LoadReport(
+        path=str(path), text_bytes=text.size_bytes, event_count=reading.events + damage.lost_count,
+        kept={table: reading.kept[table] for table in schema.TABLES},
+        redundant=dict(reading.redundant), not_used=dict(reading.not_used),
+        bad_time_count=reading.bad_time, lost_count=damage.lost_count,
+        repaired_count=damage.repaired_count, truncated_bytes=text.truncated_bytes,
+        odd_arguments_count=damage.odd_arguments_count, examples=tuple(damage.examples),
+        file_notes=tuple(text.notes),
+    )  # fmt: skip
     _refuse_strangers(report)
-    return reading.text.metadata, reading.names.texts(), report
+    return text.metadata, reading.names.texts(), report
 
 
-def _scan_piece(piece: bytes, native: NativeColumns, reading: _Reading) -> bool:
-    """Whether the compiled scanner exists and has read the piece."""
-    found = None if reading.text.is_last else native.scan(piece, reading.events)
-    if found is None:
-        return False
-    counts, _ = found
-    reading.flush()  # what stands before it in the file
-    for place, count in enumerate(counts):
-        if count:
-            table = schema.TABLE_OF_CATEGORY.get(schema.CATEGORIES[place])
-            counter, key = (
-                (reading.kept, table) if table else (reading.redundant, schema.CATEGORIES[place])
-            )
-            counter[key] += count
-    reading.events += sum(counts)
-    _flush(native, reading, NATIVE_ROWS)
-    return True
-
-
-def _flush(native: NativeColumns, reading: _Reading, least_rows: int = 1) -> None:
+def _flush(native: NativeColumns, sink: Sink, least_rows: int = 1) -> None:
     """Passes on what the scanner has read of tables with at least so many rows."""
     for number, table in enumerate(_TABLE_NAMES):
         if native.row_count(number) >= least_rows:
-            reading.sink(table, native.take(number))
+            sink(table, native.take(number))
 
 
 def _read_piece(piece: bytes, name_codes: _Codes, reading: _Reading) -> None:
     """Reads the events of a piece in Python."""
-    first = reading.events
-    events = decode_whole(piece, reading.text)
-    with_args = events is not None
-    if events is not None:
-        kinds = bytes(map(schema.CATEGORY_OF_TYPE.__getitem__, map(type, events)))
-        categories = np.frombuffer(kinds, np.uint8)
-        tables = _TABLE_OF_CATEGORY[categories]
-    else:
-        events = decode(piece, reading.text, reading.damage, schema.HEADS)
-        categories, tables = _sort_heads(events, reading)
-    counts = np.bincount(categories, minlength=schema.OTHER_CATEGORY + 1)
-    for category in schema.REDUNDANT_CATEGORIES:
-        if count := int(counts[_PLACES[category]]):
-            reading.redundant[category] += count
-    at = np.flatnonzero(tables >= 0)
-    own = [events[place] for place in at.tolist()]
-    _add(own, at + first, categories[at], tables[at], name_codes, reading, with_args=with_args)
+    events = decode(piece, reading.text, reading.damage, schema.HEADS)
+    categories, tables = _sort_heads(events, reading)
+    kept = np.flatnonzero(tables >= 0)
+    ts_ns, dur_ns, good = event_times([events[row] for row in kept.tolist()])
+    reading.bad_time += len(good) - int(good.sum())
+    common = (kept + reading.events, name_codes[categories[kept]], ts_ns, dur_ns)
+    for number in np.unique(tables[kept[good]]).tolist():
+        table, chosen = _TABLE_NAMES[number], good & (tables[kept] == number)
+        own = [events[row] for row in kept[chosen].tolist()]
+        args = arguments(table, [event.args for event in own], reading.damage)
+        known = tuple(values[chosen] for values in common)
+        reading.sink(table, make_frame(table, own, args, known, reading.names))
+        reading.kept[table] += len(own)
     reading.events += len(events)
 
 
 def _sort_heads(heads: list[Any], reading: _Reading) -> tuple[_Categories, _Tables]:
-    """Category and table of each event; what nothing holds is counted."""
-    categories = np.frombuffer(
-        bytes([_PLACES.get(head.cat, schema.OTHER_CATEGORY) for head in heads]), np.uint8
-    )
+    """Category and table of each event; what no table holds is counted."""
+    kinds = [_PLACES.get(head.cat, schema.OTHER_CATEGORY) for head in heads]
+    categories = np.array(kinds, dtype=np.uint8)
     tables = _TABLE_OF_CATEGORY[categories]
+    reading.redundant.update(x.cat for x in heads if x.cat in schema.REDUNDANT_CATEGORIES)
     for at in np.flatnonzero(categories == schema.OTHER_CATEGORY).tolist():
         if heads[at].name == _MEMORY_NAME and not heads[at].cat:
             tables[at] = _MEMORY
@@ -292,54 +272,17 @@ def _sort_heads(heads: list[Any], reading: _Reading) -> tuple[_Categories, _Tabl
         else:
             _count_unused(heads[at], reading)
     for at in np.flatnonzero(tables >= 0).tolist():
-        head = heads[at]
-        if head.name is None:
-            head.name = ""
-        if head.ph in _HALF_PHASES:
+        if heads[at].name is None:
+            heads[at].name = ""
+        if heads[at].ph in _HALF_PHASES:
             tables[at] = -1
-            _count_unused(head, reading)
+            _count_unused(heads[at], reading)
     return categories, tables
 
 
 def _count_unused(head: schema.Head, reading: _Reading) -> None:
     unused, kind = reading.not_used, f"{head.ph or '?'} {head.cat or ''}".rstrip()
     unused[kind if kind in unused or len(unused) < _KINDS_LIMIT else "of other kinds"] += 1
-
-
-def _add(
-    events: list[Any], places: Ints, categories: _Categories, tables: _Tables, name_codes: _Codes,
-    reading: _Reading, *, with_args: bool,
-) -> None:  # fmt: skip
-    """Adds events to their tables; `with_args` where their arguments are decoded with them."""
-    ts_ns, dur_ns, good = event_times(events)
-    reading.bad_time += len(good) - int(np.count_nonzero(good))
-    for number in np.flatnonzero(np.bincount(tables)).tolist():
-        batch, at = reading.batches[number], np.flatnonzero((tables == number) & good)
-        own = [events[row] for row in at.tolist()]
-        if not own:
-            continue
-        args = [event.args for event in own]
-        if not with_args:
-            args = arguments(batch.table, args, reading.damage)
-        common = places[at], name_codes[categories[at]], ts_ns[at], dur_ns[at]
-        batch.add(own, args, common, reading.names)
-        reading.kept[batch.table] += len(own)
-        if batch.row_count >= BATCH_ROWS:
-            reading.sink(batch.table, batch.take())
-
-
-def _report(reading: _Reading) -> LoadReport:
-    text, damage = reading.text, reading.damage
-    return LoadReport(
-        path=str(text.path), text_bytes=text.size_bytes,
-        event_count=reading.events + damage.lost_count,
-        kept={table: reading.kept[table] for table in schema.TABLES},
-        redundant=dict(reading.redundant), not_used=dict(reading.not_used),
-        bad_time_count=reading.bad_time, lost_count=damage.lost_count,
-        repaired_count=damage.repaired_count, truncated_bytes=text.truncated_bytes,
-        odd_arguments_count=damage.odd_arguments_count, examples=tuple(damage.examples),
-        file_notes=tuple(text.notes),
-    )  # fmt: skip
 
 
 def _refuse_strangers(report: LoadReport) -> None:

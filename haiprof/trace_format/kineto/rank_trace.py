@@ -222,10 +222,8 @@ def concrete_values(path: Path, operators: pl.DataFrame) -> pl.DataFrame:
     events: Ints = wanted["event"].to_numpy()
     names = wanted["name"].cast(pl.String).to_list()
     found: list[tuple[int, str]] = []
-    first = 0
     is_text = len(events) and not is_nsight_export(path)
-    for piece in event_texts(TraceText(path)) if is_text else ():
-        texts = schema.TEXTS.decode(b"[" + piece + b"]")
+    for first, texts in event_texts(TraceText(path)) if is_text else ():
         low, high = np.searchsorted(events, [first, first + len(texts)]).tolist()
         for place, name in zip((events[low:high] - first).tolist(), names[low:high], strict=True):
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -233,7 +231,6 @@ def concrete_values(path: Path, operators: pl.DataFrame) -> pl.DataFrame:
                 if event.name == name:
                     values = bytes(event.args.values).decode("utf-8", "replace")
                     found.append((first + place, values))
-        first += len(texts)
         if high == len(events):
             break
     columns = {"event": pl.Int64, "values": pl.String}

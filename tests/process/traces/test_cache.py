@@ -79,7 +79,6 @@ def test_tables_have_all_columns_and_types_even_when_empty(trace: Path) -> None:
 
 def test_parts_together_are_the_table(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_PART_ROWS", 100)
-    monkeypatch.setattr("haiprof.trace_format.kineto.load.BATCH_ROWS", 10)
     monkeypatch.setattr("haiprof.trace_format.kineto.load.NATIVE_ROWS", 10)
     monkeypatch.setattr("haiprof.trace_format.kineto.text.PIECE_BYTES", 5000)
     args = [{"Fwd thread id": 1}] + [{}] * 5000  # a column that only the first part has
