@@ -34,7 +34,6 @@ from haiprof.base.errors import HaiprofError, MissingDataError, UsageError
 from haiprof.base.options import safe_name
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import environment
-from haiprof.live import kineto_processes as dynolog
 from haiprof.live.find import Progress
 from haiprof.live.kineto_processes import (
     DynologError,
@@ -130,7 +129,7 @@ def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
     report = {} if run is None else _report(run, process)
     steps, why_not = _steps(run, report, raw)
     phases = _phases(run, report, raw) if steps and run is not None else []
-    numbers = (steps[0].number, steps[-1].number + 1) if steps else None
+    numbers = (min(steps), max(steps) + 1) if steps else None
     known = "" if process.rank is None else f"rank{process.rank}_"
     stem = f"{known}{safe_name(host)}_{process.pid}.{raw.start_wall_ns}"
     part, below, target = None, attempt.folder, attempt.folder / f"{stem}{TRACE_SUFFIX}"
@@ -139,7 +138,7 @@ def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
     with safe_files.whole_file(target if part is None else part.raw, below=below) as file:
         complete.write_complete(
             raw, file, metadata=_metadata(process, attempt, raw, report, numbers, why_not),
-            steps=steps, phases=phases, pid=process.own_pid, packed=part is None,
+            ranges=[*steps.values(), *phases], pid=process.own_pid, packed=part is None,
         )  # fmt: skip
     if part is not None:  # the run's launcher compresses it, as a rank's own raw trace
         target = part.trace
@@ -166,10 +165,10 @@ def _report(run: RunPaths, process: KinetoProcess) -> dict[str, Any]:
 
 def _steps(
     run: RunPaths | None, report: Mapping[str, Any], raw: complete.RawTrace
-) -> tuple[list[complete.Step], str | None]:
-    """The steps that haiprof recorded within the window, or why there are none."""
+) -> tuple[dict[int, PhaseRange], str | None]:
+    """The steps that haiprof recorded within the window by number, or why there are none."""
     if run is None:
-        return [], "the job does not run under haiprof, which counts the steps"
+        return {}, "the job does not run under haiprof, which counts the steps"
     limit = time.monotonic() + STEPS_WAIT_S
     rows: Sequence[tuple[int, int, int]] = []
     end_ns = (pl.col("start_ns") + pl.col("step_ns")).alias("end_ns")
@@ -182,13 +181,16 @@ def _steps(
             break
         time.sleep(_POLL_S)
     if not rows:
-        return [], "haiprof has recorded no step of this rank"
+        return {}, "haiprof has recorded no step of this rank"
     low, high = raw.start_wall_ns, raw.end_wall_ns
-    steps = [
-        complete.Step(number=number, start_wall_ns=max(start, low), end_wall_ns=min(end, high))
-        for number, start, end in rows
-        if min(end, high) - max(start, low) > _INSIDE_RATIO * (end - start)
-    ]
+    inside = ((number, max(start, low), min(end, high), end - start) for number, start, end in rows)
+    steps = {
+        number: PhaseRange(
+            name=f"ProfilerStep#{number}", start_wall_ns=first, duration_ns=last - first
+        )
+        for number, first, last, step_ns in inside
+        if last - first > _INSIDE_RATIO * step_ns
+    }
     return steps, None if steps else "haiprof has recorded no whole step within the window"
 
 
@@ -361,7 +363,7 @@ def _ask(attempt: _Attempt, text: str, limit_s: float) -> None:
         jobs = {_job(process.pid) for process in attempt.processes}
         for job in jobs:
             pids = [process.pid for process in attempt.processes if _job(process.pid) == job]
-            matched, triggered = dynolog.trigger(attempt.request.endpoint, text, job=job, pids=pids)
+            matched, triggered = trigger(attempt.request.endpoint, text, job=job, pids=pids)
             for pid in set(pids) - triggered:
                 attempt.refused[pid] = (
                     "dynolog knows it, and another trace of it is under way"

@@ -16,7 +16,7 @@ LIMIT = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseRange:
-    """One forward or backward pass of the training thread."""
+    """One forward or backward pass of the training thread, or a step."""
 
     name: str
     start_wall_ns: int
@@ -57,7 +57,6 @@ PHASES = frozenset(json.dumps(name).encode() for name in NAMES)
 """Names of forward and backward ranges, as they are written."""
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BASE_KEY = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})')
-_ABOUT = "a phase as haiprof recorded it beside the trace"
 
 
 def events_start(head: bytes) -> int | None:
@@ -66,33 +65,24 @@ def events_start(head: bytes) -> int | None:
     return None if found is None else found.end()
 
 
-def range_text(
-    name: str, *, start_ns: int, duration_ns: int, pid: int, tid: int, about: str
-) -> bytes:
-    """One complete event of category user_annotation, with a comma behind it."""
-    times = [f"{ns // 1000}.{ns % 1000:03d}" for ns in (start_ns, duration_ns)]
-    return (
-        f'\n  {{"ph": "X", "cat": "user_annotation", "name": {json.dumps(name)}, "pid": {pid}, '
-        f'"tid": {tid}, "ts": {times[0]}, "dur": {times[1]}, '
-        f'"args": {json.dumps({ARGUMENT: about})}}},'
-    ).encode()
-
-
-def phase_texts(
-    ranges: Iterable[PhaseRange], *, base_ns: int, pid: int, tid: int
-) -> Iterator[bytes]:
-    """Forward and backward passes as events."""
+def _texts(ranges: Iterable[PhaseRange], *, base_ns: int, pid: int, tid: int) -> Iterator[bytes]:
+    """Each as a complete event of category user_annotation, with a comma behind it."""
     for each in ranges:
-        yield range_text(
-            each.name, start_ns=each.start_wall_ns - base_ns, duration_ns=each.duration_ns,
-            pid=pid, tid=tid, about=_ABOUT,
-        )  # fmt: skip
+        kind = "phase" if each.name in NAMES else "step"
+        about = f"a {kind} as haiprof recorded it beside the trace"
+        times = (each.start_wall_ns - base_ns, each.duration_ns)
+        ts, dur = (f"{ns // 1000}.{ns % 1000:03d}" for ns in times)
+        yield (
+            f'\n  {{"ph": "X", "cat": "user_annotation", "name": {json.dumps(each.name)}, '
+            f'"pid": {pid}, "tid": {tid}, "ts": {ts}, "dur": {dur}, '
+            f'"args": {json.dumps({ARGUMENT: about})}}},'
+        ).encode()
 
 
 def add_phases(
     source: IO[bytes], ranges: Iterable[PhaseRange], *, pid: int, tid: int
 ) -> Iterator[bytes]:
-    """The text of a trace with forward and backward ranges before its first event.
+    """The text of a trace with some ranges before its first event.
 
     A text that is not in Kineto's form comes as it is.
     """
@@ -102,7 +92,7 @@ def add_phases(
         base = _BASE_KEY.search(head, 0, place)
         base_ns = int(base[1]) if base else 0
         yield head[:place]
-        yield b"".join(phase_texts(ranges, base_ns=base_ns, pid=pid, tid=tid))
+        yield b"".join(_texts(ranges, base_ns=base_ns, pid=pid, tid=tid))
         head = head[place:]
     yield head
     yield from iter(lambda: source.read(CHUNK_BYTES), b"")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import polars as pl
 
@@ -29,15 +30,6 @@ _OPTIMIZER = r"^Optimizer\.step#"
 
 class EmptyTraceError(TraceFormatError):
     """A trace holds nothing of the training."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A training step."""
-
-    number: int
-    start_wall_ns: int
-    end_wall_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,40 +91,21 @@ def _window(path: Path) -> tuple[int, int] | None:
 
 
 def write_complete(
-    raw: RawTrace, file: BinaryIO, *, metadata: Mapping[str, Any], steps: Sequence[Step],
-    phases: Sequence[phase_ranges.PhaseRange] = (), pid: int, packed: bool,
+    raw: RawTrace, file: BinaryIO, *, metadata: Mapping[str, Any],
+    ranges: Sequence[phase_ranges.PhaseRange], pid: int, packed: bool,
 ) -> None:  # fmt: skip
-    """Writes the trace with more metadata and marks of steps, and everything else unchanged."""
+    """Writes the trace with more metadata and ranges, and everything else unchanged."""
     new = {key: value for key, value in metadata.items() if key not in raw.metadata}
-    tid = pid if raw.tid is None else raw.tid
-    about = "a step as haiprof recorded it beside the trace"
-    marks = [
-        phase_ranges.range_text(
-            f"ProfilerStep#{step.number}", start_ns=step.start_wall_ns - raw.base_ns,
-            duration_ns=step.end_wall_ns - step.start_wall_ns, pid=pid, tid=tid, about=about,
-        )
-        for step in steps
-    ]  # fmt: skip
-    ranges = phase_ranges.phase_texts(phases, base_ns=raw.base_ns, pid=pid, tid=tid)
+    more = "".join(f"\n  {json.dumps(k)}: {json.dumps(v)}," for k, v in new.items()).encode()
+    packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_BITS) if packed else None
     with raw.path.open("rb") as source:
-        pieces = _pieces(source, raw.path, new, [*marks, *ranges])
-        packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_BITS) if packed else None
-        for piece in pieces:
+        head = source.read(phase_ranges.HEAD_BYTES)
+        brace = head.find(b"{")
+        if brace < 0 or head[:brace].strip() or phase_ranges.events_start(head) is None:
+            raise TraceFormatError(f"{raw.path}: not a trace as Kineto writes it")
+        source.seek(brace + 1)
+        tid = pid if raw.tid is None else raw.tid
+        rest = phase_ranges.add_phases(source, ranges, pid=pid, tid=tid)
+        for piece in itertools.chain((head[: brace + 1], more), rest):
             file.write(packer.compress(piece) if packer else piece)
         file.write(packer.flush() if packer else b"")
-
-
-def _pieces(
-    source: IO[bytes], path: Path, metadata: Mapping[str, Any], added: Sequence[bytes]
-) -> Iterator[bytes]:
-    head = source.read(phase_ranges.HEAD_BYTES)
-    brace, events = head.find(b"{"), phase_ranges.events_start(head)
-    if brace < 0 or head[:brace].strip() or events is None:
-        raise TraceFormatError(f"{path}: not a trace as Kineto writes it")
-    yield head[: brace + 1]
-    yield "".join(f"\n  {json.dumps(k)}: {json.dumps(v)}," for k, v in metadata.items()).encode()
-    yield head[brace + 1 : events]
-    if head[events:].lstrip()[:1] != b"]":
-        yield b"".join(added)
-    yield head[events:]
-    yield from iter(lambda: source.read(phase_ranges.CHUNK_BYTES), b"")
