@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from haiprof.base.errors import TraceFormatError, UsageError
+from haiprof.base.errors import TraceFormatError, UsageError, convert_os_errors
 from haiprof.base.intervals import Bools
 from haiprof.base.safe_files import named_file
 from haiprof.run_format.unpack import read_text
@@ -352,7 +352,10 @@ _EMPTY: dict[str, Any] = {"op_schema": "", "seq_id": -1}
 def write_linked(path: Path, nodes: pl.DataFrame, header: Mapping[str, Any]) -> None:
     """Writes nodes with their times; the file is complete or absent."""
     head = {"schema": SCHEMA, **{key: value for key, value in header.items() if value is not None}}
-    with _whole(path) as file:
+    with convert_os_errors(UsageError, f"{path}: cannot be written"), ExitStack() as files:
+        file: BinaryIO = files.enter_context(named_file(path))
+        if path.name.endswith(".gz"):
+            file = files.enter_context(gzip.GzipFile("", "wb", 6, file))  # type: ignore[assignment]
         file.write(msgspec.json.encode(head)[:-1] + b',"nodes":[')
         separator = b"\n"
         for row in nodes.iter_rows(named=True):
@@ -400,17 +403,3 @@ def _attributes(row: dict[str, Any]) -> object:
         for name in ATTRIBUTE_NAMES
         for value in (row[COLUMN_OF_ATTRIBUTE[name]],)
     ]  # fmt: skip
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name once it is complete."""
-    try:
-        with named_file(path) as file:
-            if path.name.endswith(".gz"):
-                with gzip.GzipFile("", "wb", 6, file) as packed:
-                    yield packed  # type: ignore[misc]
-            else:
-                yield file
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror or error})") from None

@@ -52,28 +52,13 @@ _PLAIN_FROM_NS = 1000  # from here on there is a digit before the dot
 
 
 def shift_time(us: bytes, shift_ns: int) -> bytes:
-    """Shifts a time."""
-    whole, dot, part = us.partition(b".")
+    """Shifts a time, also a negative one, one with an exponent or in quotes."""
+    whole, _, part = us.partition(b".")
     if len(part) == _NS_DIGITS and whole.isdigit() and part.isdigit() and len(us) < _DIGITS_LIMIT:
         ns = int(whole + part) + shift_ns  # as profilers write it
         if ns >= _PLAIN_FROM_NS:
             text = b"%d" % ns
             return text[:-_NS_DIGITS] + b"." + text[-_NS_DIGITS:]
-    if not whole.isdigit() or (dot and not part.isdigit()) or len(us) > _DIGITS_LIMIT:
-        return _shift_slowly(us, shift_ns)
-    digits = max(_NS_DIGITS, len(part))
-    value = int(whole + part.ljust(digits, b"0")) + shift_ns * 10 ** (digits - _NS_DIGITS)
-    text = b"%0*d" % (digits + 1, abs(value))
-    return (b"-" if value < 0 else b"") + text[:-digits] + b"." + text[-digits:]
-
-
-def us_text(ns: int) -> str:
-    """Nanoseconds as a trace writes times: us with three digits behind the dot."""
-    return f"{'-' if ns < 0 else ''}{abs(ns) // 1000}.{abs(ns) % 1000:03d}"
-
-
-def _shift_slowly(us: bytes, shift_ns: int) -> bytes:
-    """The same of negative numbers, exponents and numbers in quotes."""
     try:
         value = Decimal(us.strip(b'"').decode())
     except (InvalidOperation, UnicodeDecodeError):
@@ -82,7 +67,12 @@ def _shift_slowly(us: bytes, shift_ns: int) -> bytes:
         return us
     with localcontext() as context:
         context.prec = 4 * _DIGITS_LIMIT
-        return f"{value + Decimal(shift_ns) / 1000:f}".encode()
+        return f"{value + Decimal(shift_ns).scaleb(-_NS_DIGITS):f}".encode()
+
+
+def us_text(ns: int) -> str:
+    """Nanoseconds as a trace writes times: us with three digits behind the dot."""
+    return f"{'-' if ns < 0 else ''}{abs(ns) // 1000}.{abs(ns) % 1000:03d}"
 
 
 _EVENTS: Decoder = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
@@ -226,35 +216,23 @@ def track_events(track: Track, base_ns: int) -> Iterator[bytes]:
     yield from merge_inputs.process_events(track.pid, track.name, track.sort_index)
     for place, name in enumerate(track.threads):
         yield merge_inputs.meta_event("thread_name", track.pid, place, {"name": name})
+    encode = msgspec.json.Encoder().encode
+
+    def event(phase: str, name: str, start_ns: int, **fields: object) -> bytes:
+        ts = msgspec.Raw(us_text(start_ns - base_ns).encode())
+        own = {"ph": phase, "cat": "haiprof", "name": name, "pid": track.pid, "ts": ts}
+        return encode({**own, **fields})
+
     if track.counters is not None:
-        yield from _counters(track, track.counters, base_ns)
-    if track.spans is not None:
-        yield from _spans(track, track.spans, base_ns)
-
-
-def _counters(track: Track, rows: pl.DataFrame, base_ns: int) -> Iterator[bytes]:
-    encode = msgspec.json.Encoder().encode
-    named = rows.select("time_ns", "name", "unit", "value").drop_nulls("value")
-    for time_ns, name, unit, value in named.iter_rows():
-        ts = msgspec.Raw(us_text(time_ns - base_ns).encode())
-        yield encode(
-            {"ph": "C", "cat": "haiprof", "name": name, "pid": track.pid, "tid": 0, "ts": ts,
-             "args": {unit or "value": value}}
-        )  # fmt: skip
-
-
-def _spans(track: Track, rows: pl.DataFrame, base_ns: int) -> Iterator[bytes]:
-    encode = msgspec.json.Encoder().encode
-    for row in rows.iter_rows(named=True):
-        thread, name, start_ns, duration_ns = (
-            row.pop(key) for key in ("thread", "name", "start_ns", "duration_ns")
-        )
-        yield encode(
-            {"ph": "X", "cat": "haiprof", "name": name, "pid": track.pid, "tid": thread,
-             "ts": msgspec.Raw(us_text(start_ns - base_ns).encode()),
-             "dur": msgspec.Raw(us_text(duration_ns).encode()),
-             "args": {key: value for key, value in row.items() if value is not None}}
-        )  # fmt: skip
+        named = track.counters.select("time_ns", "name", "unit", "value").drop_nulls("value")
+        for time_ns, name, unit, value in named.iter_rows():
+            yield event("C", name, time_ns, tid=0, args={unit or "value": value})
+    for row in () if track.spans is None else track.spans.iter_rows(named=True):
+        own = (row.pop(key) for key in ("name", "start_ns", "thread", "duration_ns"))
+        name, start_ns, tid, duration_ns = own
+        dur = msgspec.Raw(us_text(duration_ns).encode())
+        args = {key: value for key, value in row.items() if value is not None}
+        yield event("X", name, start_ns, tid=tid, dur=dur, args=args)
 
 
 STDOUT = Path("-")

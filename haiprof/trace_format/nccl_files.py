@@ -85,7 +85,18 @@ def read_nccl_file(path: Path, *, limit_bytes: int = LIMIT_BYTES) -> NcclFile:
         notes.append(f"{path}: its end is missing")
     if rows.damaged:
         notes.append(f"{path}: {rows.damaged} damaged lines left out")
-    return rows.as_file(notes, is_cut=is_cut)
+    single = pl.DataFrame(rows.records, schema=COLLECTIVE_SCHEMA, orient="row")
+    together = single.group_by([*PROCESS, "kind", "message"], maintain_order=True).agg(
+        pl.when(pl.col("record_count").count() > 0).then(pl.col("record_count").sum()),
+        pl.col("sequence").max(),
+        pl.col("exec_ns", "bus_bytes_per_s").median(),
+        pl.col("last_ns").max(),
+    )
+    waits = [(*process, int(sums[0]), *sums[1:]) for process, sums in rows.waits.items()]
+    return NcclFile(
+        collectives=together, waits=pl.DataFrame(waits, schema=WAIT_SCHEMA, orient="row"),
+        is_cut=is_cut, notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _read_end(path: Path, limit_bytes: int) -> tuple[bytes, bool, int]:
@@ -117,21 +128,6 @@ class _Rows:
         sums = self.waits.setdefault(process, [0.0] * (1 + len(WAITS)))
         sums[0] += is_first
         sums[1 + WAITS.index(name)] += ns
-
-    def as_file(self, notes: Sequence[str], *, is_cut: bool) -> NcclFile:
-        """Records of one process, kind and message together."""
-        single = pl.DataFrame(self.records, schema=COLLECTIVE_SCHEMA, orient="row")
-        medians = single.group_by([*PROCESS, "kind", "message"], maintain_order=True).agg(
-            pl.when(pl.col("record_count").count() > 0).then(pl.col("record_count").sum()),
-            pl.col("sequence").max(),
-            pl.col("exec_ns", "bus_bytes_per_s").median(),
-            pl.col("last_ns").max(),
-        )
-        waits = [(*process, int(sums[0]), *sums[1:]) for process, sums in self.waits.items()]
-        return NcclFile(
-            collectives=medians, waits=pl.DataFrame(waits, schema=WAIT_SCHEMA, orient="row"),
-            is_cut=is_cut, notes=tuple(notes),
-        )  # fmt: skip
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]

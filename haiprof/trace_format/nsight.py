@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
@@ -27,6 +28,7 @@ from haiprof.trace_format.kineto.events import (
 from haiprof.trace_format.kineto.load import LoadReport
 
 Sink = Callable[[str, pl.DataFrame], None]
+_Row = dict[str, Any]
 _MAGIC = b"SQLite format 3\0"
 _ROWS = 1 << 15
 _PUSH_POP, _START_END = 59, 60  # kinds of NVTX ranges that have an end
@@ -72,7 +74,7 @@ class _Database:
         kinds = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
         self.tables = {name for (name,) in self._file.execute(kinds)}
 
-    def rows(self, table: str) -> Iterator[dict[str, Any]]:
+    def rows(self, table: str) -> Iterator[_Row]:
         cursor = self._file.execute(f'SELECT * FROM "{table}"')
         columns = [each[0] for each in cursor.description]
         for row in cursor:
@@ -92,7 +94,7 @@ class _ParquetFolder:
     def close(self) -> None:
         pass
 
-    def rows(self, table: str) -> Iterator[dict[str, Any]]:
+    def rows(self, table: str) -> Iterator[_Row]:
         file = self._files[table]
         known = pl.read_parquet_schema(file)
         plain = [name for name, kind in known.items() if kind.is_numeric() or kind == pl.String]
@@ -142,11 +144,9 @@ class _Reader:
         self._file = (_ParquetFolder if path.is_dir() else _Database)(path)
         self._processes: dict[int, int] = {}
         self._texts: dict[int, str] = {}
+        self._metrics: dict[tuple[int, int], str] = {}
         self._times: list[int] = []
-
-    def close(self) -> None:
-        """Closes the database."""
-        self._file.close()
+        self.close = self._file.close
 
     def read(self, sink: Sink) -> dict[str, int]:
         """Passes on all tables, and returns how many rows each has."""
@@ -156,21 +156,25 @@ class _Reader:
                 hint="nsys profile --trace=cuda,nvtx, then nsys export --type sqlite",
             )
         self._texts = {row["id"]: row["value"] for row in self._rows("StringIds")}
-        kept: dict[str, int] = {}
-        for table, rows in (
-            (GPU, self._kernels()), (GPU, self._copies()), (GPU, self._sets()),
-            (RUNTIME, self._calls()), (None, self._ranges()), (OS_CALLS, self._os_calls()),
-            (GPU_COUNTERS, self._metrics()),
+        self._metrics = {(row["typeId"], row["metricId"]): row["metricName"]
+                         for row in self._rows("TARGET_INFO_GPU_METRICS")}  # fmt: skip
+        kept: Counter[str] = Counter()
+        for source, make in (
+            (f"{_ACTIVITY}KERNEL", self._kernel), (f"{_ACTIVITY}MEMCPY", self._copy),
+            (f"{_ACTIVITY}MEMSET", self._set), (f"{_ACTIVITY}RUNTIME", self._call),
+            ("NVTX_EVENTS", self._range), ("OSRT_API", self._os_call),
+            ("GPU_METRICS", self._metric),
         ):  # fmt: skip
+            rows = filter(None, map(make, self._rows(source)))
             while part := list(islice(rows, _ROWS)):
-                for name in (table,) if table else (OPS, ANNOTATIONS):
-                    own = part if table else [row for row in part if row["table"] == name]
-                    kept[name] = kept.get(name, 0) + self._pass_on(name, own, sink)
+                for table in sorted({row["table"] for row in part}, reverse=True):
+                    own = [row for row in part if row["table"] == table]
+                    kept[table] += self._pass_on(table, own, sink)
         return kept
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> _Row:
         """GPUs by name, and what times are counted from, as Kineto's metadata."""
-        found: dict[str, Any] = {"nsys": True}
+        found: _Row = {"nsys": True}
         if "TARGET_INFO_GPU" in self._file.tables:
             known = self._rows("TARGET_INFO_GPU")
             found["deviceProperties"] = [
@@ -196,89 +200,89 @@ class _Reader:
         self.count += sum(found.values())
         return found
 
-    def _rows(self, table: str) -> Iterator[dict[str, Any]]:
+    def _rows(self, table: str) -> Iterator[_Row]:
         """Rows of a table by column; none where it is missing."""
         return self._file.rows(table) if table in self._file.tables else iter(())
 
-    def _process(self, row: dict[str, Any]) -> tuple[int, int]:
+    def _process(self, row: _Row) -> tuple[int, int]:
         """Its number in the file, and its id."""
         pid = int(row.get("globalPid") or row.get("globalTid") or 0) // _TID_BITS % _TID_BITS
         return self._processes.setdefault(pid, len(self._processes)), pid
 
-    def _correlation(self, row: dict[str, Any]) -> int | None:
+    def _correlation(self, row: _Row) -> int | None:
         number = row.get("correlationId")
         return None if number is None else number + (self._process(row)[0] << 40)
 
-    def _on_device(self, row: dict[str, Any], name: str, category: str) -> dict[str, Any]:
+    def _on_device(self, row: _Row, name: str, category: str) -> _Row:
         device, stream = row.get("deviceId"), row.get("streamId")
         return {
-            **_times(row), "name": name, "category": category, "pid": device, "tid": stream,
+            **_times(row, GPU), "name": name, "category": category, "pid": device, "tid": stream,
             "device": device, "stream": stream, "correlation": self._correlation(row),
             "graph_node": row.get("graphNodeId") or None, "bytes": row.get("bytes"),
         }  # fmt: skip
 
-    def _kernels(self) -> Iterator[dict[str, Any]]:
-        for row in self._rows(f"{_ACTIVITY}KERNEL"):
-            name = self._texts.get(row.get("demangledName")) or self._texts.get(row["shortName"])  # type: ignore[arg-type]
-            plain = str(name or "").replace("<unnamed>::", "(anonymous namespace)::")
-            yield {
-                **self._on_device(row, plain, "kernel"),
-                **{side: f"[{row[f'{side}X']}, {row[f'{side}Y']}, {row[f'{side}Z']}]"
-                   for side in ("grid", "block") if row.get(f"{side}X") is not None},
-            }  # fmt: skip
+    def _kernel(self, row: _Row) -> _Row:
+        name = self._texts.get(row.get("demangledName")) or self._texts.get(row["shortName"])  # type: ignore[arg-type]
+        plain = str(name or "").replace("<unnamed>::", "(anonymous namespace)::")
+        return {
+            **self._on_device(row, plain, "kernel"),
+            **{side: f"[{row[f'{side}X']}, {row[f'{side}Y']}, {row[f'{side}Z']}]"
+               for side in ("grid", "block") if row.get(f"{side}X") is not None},
+        }  # fmt: skip
 
-    def _copies(self) -> Iterator[dict[str, Any]]:
-        for row in self._rows(f"{_ACTIVITY}MEMCPY"):
-            way = _COPIES.get(row.get("copyKind"), "")  # type: ignore[arg-type]
-            ends = [_MEMORIES.get(row.get(f"{side}Kind"), "Unknown") for side in ("src", "dst")]  # type: ignore[arg-type]
-            name = f"Memcpy {way} ({ends[0]} -> {ends[1]})".replace("  ", " ")
-            length = row["end"] - row["start"]
-            yield {
-                **self._on_device(row, name, "gpu_memcpy"),
-                "bandwidth_bytes_per_s": row["bytes"] * 1e9 / length if length > 0 else None,
-            }
+    def _copy(self, row: _Row) -> _Row:
+        way = _COPIES.get(row.get("copyKind"), "")  # type: ignore[arg-type]
+        ends = [_MEMORIES.get(row.get(f"{side}Kind"), "Unknown") for side in ("src", "dst")]  # type: ignore[arg-type]
+        name = f"Memcpy {way} ({ends[0]} -> {ends[1]})".replace("  ", " ")
+        length = row["end"] - row["start"]
+        rate = row["bytes"] * 1e9 / length if length > 0 else None
+        return {**self._on_device(row, name, "gpu_memcpy"), "bandwidth_bytes_per_s": rate}
 
-    def _sets(self) -> Iterator[dict[str, Any]]:
-        for row in self._rows(f"{_ACTIVITY}MEMSET"):
-            where = _MEMORIES.get(row.get("memKind"), "Unknown")  # type: ignore[arg-type]
-            yield self._on_device(row, f"Memset ({where})", "gpu_memset")
+    def _set(self, row: _Row) -> _Row:
+        where = _MEMORIES.get(row.get("memKind"), "Unknown")  # type: ignore[arg-type]
+        return self._on_device(row, f"Memset ({where})", "gpu_memset")
 
-    def _calls(self) -> Iterator[dict[str, Any]]:
-        for row in self._rows(f"{_ACTIVITY}RUNTIME"):
-            name = _VERSION.sub("", self._texts.get(row["nameId"], ""))
-            category = "cuda_runtime" if name.startswith("cuda") else "cuda_driver"
-            yield {
-                **_times(row), "name": name, "category": category, **self._thread(row),
-                "correlation": self._correlation(row),
-            }  # fmt: skip
+    def _call(self, row: _Row) -> _Row:
+        name = _VERSION.sub("", self._texts.get(row["nameId"], ""))
+        category = "cuda_runtime" if name.startswith("cuda") else "cuda_driver"
+        own = {"name": name, "category": category, "correlation": self._correlation(row)}
+        return {**_times(row, RUNTIME), **self._thread(row), **own}
 
-    def _os_calls(self) -> Iterator[dict[str, Any]]:
-        for row in self._rows("OSRT_API"):
-            name = self._texts.get(row["nameId"], "")
-            yield {**_times(row), "name": name, "category": "os_runtime", **self._thread(row)}
+    def _os_call(self, row: _Row) -> _Row:
+        own = {"name": self._texts.get(row["nameId"], ""), "category": "os_runtime"}
+        return {**_times(row, OS_CALLS), **self._thread(row), **own}
 
-    def _metrics(self) -> Iterator[dict[str, Any]]:
-        names = {(row["typeId"], row["metricId"]): row["metricName"]
-                 for row in self._rows("TARGET_INFO_GPU_METRICS")}  # fmt: skip
-        for row in self._rows("GPU_METRICS"):
-            name = names.get((row["typeId"], row["metricId"]))
-            yield {
-                "ts_ns": row["timestamp"], "dur_ns": 0, "name": name, "category": "gpu_counter",
-                "device": row["typeId"] & 0xFF, "value": row["value"],
-            }  # fmt: skip
+    def _metric(self, row: _Row) -> _Row:
+        return {
+            "table": GPU_COUNTERS, "ts_ns": row["timestamp"], "dur_ns": 0,
+            "name": self._metrics.get((row["typeId"], row["metricId"])), "category": "gpu_counter",
+            "device": row["typeId"] & 0xFF, "value": row["value"],
+        }  # fmt: skip
 
-    def _ranges(self) -> Iterator[dict[str, Any]]:
-        for row in self._rows("NVTX_EVENTS"):
-            text = row.get("text") or self._texts.get(row.get("textId"))  # type: ignore[arg-type]
-            has_end = row.get("eventType", _PUSH_POP) in (_PUSH_POP, _START_END)
-            if text and has_end and row.get("end") is not None:
-                yield {**_times(row), **self._thread(row), **_range(str(text))}
+    def _range(self, row: _Row) -> _Row | None:
+        """An NVTX range as an operator, a profiler step or an annotation."""
+        text = row.get("text") or self._texts.get(row.get("textId"))  # type: ignore[arg-type]
+        has_end = row.get("eventType", _PUSH_POP) in (_PUSH_POP, _START_END)
+        if not text or not has_end or row.get("end") is None:
+            return None
+        found, step = _OPERATOR.fullmatch(str(text)), _STEP.match(str(text))
+        details = dict(_DETAIL.findall(found[2])) if found else {}
+        if found is None or not (details or "::" in str(text)):
+            name = f"ProfilerStep#{step[1]}" if step else str(text)
+            own = {"name": name, "category": "user_annotation"}
+            return {**_times(row, ANNOTATIONS), **self._thread(row), **own}
+        number = details.get("seq", "")
+        return {
+            **_times(row, OPS), **self._thread(row), "name": found[1], "category": "cpu_op",
+            "input_dims": details.get("sizes"),
+            "sequence_number": int(number) if number.isdigit() else None,
+        }  # fmt: skip
 
-    def _thread(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _thread(self, row: _Row) -> _Row:
         tid = row.get("globalTid")
         return {"pid": self._process(row)[1], "tid": None if tid is None else tid % _TID_BITS}
 
-    def _pass_on(self, table: str, rows: list[dict[str, Any]], sink: Sink) -> int:
+    def _pass_on(self, table: str, rows: list[_Row], sink: Sink) -> int:
         good = [row for row in rows if row["dur_ns"] >= 0]
         self.bad_time += len(rows) - len(good)
         self.count += len(rows)
@@ -301,20 +305,5 @@ class _Reader:
         return len(good)
 
 
-def _times(row: dict[str, Any]) -> dict[str, int]:
-    return {"ts_ns": row["start"], "dur_ns": row["end"] - row["start"]}
-
-
-def _range(text: str) -> dict[str, Any]:
-    """An NVTX range as an operator, a profiler step or an annotation."""
-    found = _OPERATOR.fullmatch(text)
-    details = dict(_DETAIL.findall(found[2])) if found else {}
-    step = _STEP.match(text)
-    if found is None or not (details or "::" in text):
-        name = f"ProfilerStep#{step[1]}" if step else text
-        return {"table": ANNOTATIONS, "name": name, "category": "user_annotation"}
-    number = details.get("seq", "")
-    return {
-        "table": OPS, "name": found[1], "category": "cpu_op", "input_dims": details.get("sizes"),
-        "sequence_number": int(number) if number.isdigit() else None,
-    }  # fmt: skip
+def _times(row: _Row, table: str) -> _Row:
+    return {"table": table, "ts_ns": row["start"], "dur_ns": row["end"] - row["start"]}

@@ -103,6 +103,7 @@ _PART_ROWS = 1 << 15
 _SAMPLE_BYTES, _SAMPLE_COUNT = 4096, 64
 _TEXTS = "texts"
 _ENDING = ".columns"
+_TIMES = ("ts_ns", "dur_ns")
 _TRAILER = struct.Struct("<QI")
 """The last bytes of a cache: length of the JSON before them, and its checksum."""
 UNFIT = (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error,
@@ -130,10 +131,11 @@ class TraceColumns:
         parts = [self._part_or_again(name, at) for at in range(len(self._parts.get(name, [])))]
         if not parts:
             return finish_table(name, pl.DataFrame(), self._texts)
-        if len(parts) == 1:
-            whole = parts[0].frame()
-            return finish_table(name, whole[_order(whole["ts_ns"], whole["dur_ns"])], self._texts)
-        order = _order(_column(parts, "ts_ns"), _column(parts, "dur_ns"))
+        whole = parts[0].frame() if len(parts) == 1 else None
+        times = (_column(parts, name) if whole is None else whole[name] for name in _TIMES)
+        order = pl.Series(by_start(*(each.to_numpy() for each in times)), dtype=pl.UInt32)
+        if whole is not None:
+            return finish_table(name, whole[order], self._texts)
         columns = [  # one after the other, for memory
             _column(parts, column.name)[order]
             for column in TABLES[name]
@@ -255,10 +257,6 @@ class _Part(NamedTuple):
         return pl.read_ipc_stream(io.BytesIO(self.data), columns=columns)
 
 
-def _order(ts_ns: pl.Series, dur_ns: pl.Series) -> pl.Series:
-    return pl.Series(by_start(ts_ns.to_numpy(), dur_ns.to_numpy()), dtype=pl.UInt32)
-
-
 def _column(parts: list[_Part], name: str) -> pl.Series:
     """One column of all parts in one piece; null in parts without it."""
     # Where a part lacks it, another column has the height.
@@ -272,26 +270,20 @@ class _PartWriter:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._waiting: dict[str, list[pl.DataFrame]] = {}
-        self._rows: dict[str, int] = {}
         self.written: dict[str, list[list[Any]]] = {}
 
     def add(self, table: str, frame: pl.DataFrame) -> None:
         """Takes some rows."""
-        self._waiting.setdefault(table, []).append(frame)
-        self._rows[table] = self._rows.get(table, 0) + frame.height
-        if self._rows[table] >= _PART_ROWS:
-            self._flush(table)
+        frames = self._waiting.setdefault(table, [])
+        frames.append(frame)
+        if sum(map(len, frames)) >= _PART_ROWS:
+            self._keep(table, merge_parts(self._waiting.pop(table)))
 
     def close(self, texts: list[str]) -> None:
         """Writes what is left."""
-        for table in list(self._waiting):
-            self._flush(table)
-        self._keep(_TEXTS, pl.DataFrame({"text": texts}, schema={"text": pl.String}))
-
-    def _flush(self, table: str) -> None:
-        frames, self._waiting[table], self._rows[table] = self._waiting[table], [], 0
-        if frames:
+        for table, frames in self._waiting.items():
             self._keep(table, merge_parts(frames))
+        self._keep(_TEXTS, pl.DataFrame({"text": texts}, schema={"text": pl.String}))
 
     def _keep(self, name: str, frame: pl.DataFrame) -> None:
         buffer = io.BytesIO()
