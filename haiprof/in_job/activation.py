@@ -35,15 +35,6 @@ def activate(config: Mapping[str, Any]) -> None:
         _record(config, late=False)
 
 
-def activate_request(arguments: Mapping[str, Any], *, recorder: Recorder) -> Mapping[str, Any]:
-    """Begins another recording in this process; the reply is `done`, or `refused`."""
-    name = arguments.get("name")
-    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
-        return {"state": "refused", "reason": "the request names no run directory"}
-    owner = os.lstat(recorder.run.root).st_uid
-    return activate_into(RunPaths(recorder.run.root.parent / name), owner=owner)
-
-
 def activate_into(run: RunPaths, *, owner: int) -> dict[str, Any]:
     """Begins a recording as a run directory's boot config says, in a job that trains already."""
     # Nothing is taken before a place between two steps. It may be called on any thread: attributes
@@ -71,14 +62,14 @@ def _record(config: Mapping[str, Any], *, late: bool) -> None:
         config = {**config, "warmup": config["warmup"] or _NEXT_STEP_S}
     recorder = _recorder = Recorder.from_config(config)
     with recorder.installing:
-        from haiprof.in_job.installer import install
+        from haiprof.in_job.installer import Installer
 
         if ENV_TRY_LOADER in os.environ:
             from haiprof.in_job.loader_trial import change_loaders
 
             change_loaders(recorder.run.root)
         recorder.uncaught.watch()
-        state = install(recorder, late=late)
+        state = Installer(recorder).install(late=late)
         recorder.installed = replace(
             recorder.installed, steps=state.progress, requests=_requests(recorder, state)
         )
@@ -101,6 +92,10 @@ def _requests(recorder: Recorder, state: State) -> dict[str, Handler]:
         return plan_request(request_id, arguments, recorder=recorder, state=state)
 
     def activate_again(_: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        return activate_request(arguments, recorder=recorder)
+        name = arguments.get("name")
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
+            return {"state": "refused", "reason": "the request names no run directory"}
+        root = recorder.run.root
+        return activate_into(RunPaths(root.parent / name), owner=os.lstat(root).st_uid)
 
     return {"trace": trace, "activate": activate_again}

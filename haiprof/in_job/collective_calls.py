@@ -19,37 +19,32 @@ CALLS = (
     "scatter_object_list",
 )  # fmt: skip
 _MEETING = "init_process_group"
+_Place = tuple[CodeType, int]  # in the job's code that calls a collective
 _CALLERS = 2  # frames between the caller and ours: torch's own decorator
 
 
-class Places:
-    """Numbers the places in the job's code that call a collective."""
-
-    def __init__(self, lines: list[dict[str, Any]]) -> None:
-        self._lines = lines
-        self._tags: dict[tuple[CodeType, int], int] = {}
-
-    def tag(self, name: str) -> int:
-        """The number of the place that called the wrapper; the last one stands for many."""
-        frame = sys._getframe(_CALLERS + 1)
-        key = (frame.f_code, frame.f_lasti)
-        known = self._tags.get(key)
-        if known is not None:
-            return known
-        if len(self._tags) + 1 >= TAG_MASK:
-            return TAG_MASK
-        tag = self._tags[key] = len(self._tags) + 1
-        place = {"file": frame.f_code.co_filename, "line": frame.f_lineno}
-        self._lines.append({"type": "collective_call", "tag": tag, "name": name, **place})
-        return tag
+def number_place(name: str, tags: dict[_Place, int], lines: list[dict[str, Any]]) -> int:
+    """The number of the place that called the wrapper; the last one stands for many."""
+    frame = sys._getframe(_CALLERS + 1)
+    key = (frame.f_code, frame.f_lasti)
+    known = tags.get(key)
+    if known is not None:
+        return known
+    if len(tags) + 1 >= TAG_MASK:
+        return TAG_MASK
+    tag = tags[key] = len(tags) + 1
+    place = {"file": frame.f_code.co_filename, "line": frame.f_lineno}
+    lines.append({"type": "collective_call", "tag": tag, "name": name, **place})
+    return tag
 
 
-def wrap_calls(module: Any, state: State, places: Places) -> list[Callable[[], None]]:
+def wrap_calls(module: Any, state: State) -> list[Callable[[], None]]:
     """Puts wrappers behind the functions of `torch.distributed.distributed_c10d`; the undos."""
     # torch decorates each of them with a function that logs its exceptions, and what is replaced is
     # the function inside that decorator. So the names that the job imports, pickles, and by which
     # Dynamo knows collectives that it can trace, stay the objects that they were.
     undos: list[Callable[[], None]] = []
+    tags: dict[_Place, int] = {}
     for name in (*CALLS, _MEETING):
         function = getattr(module, name, None)
         code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
@@ -59,7 +54,7 @@ def wrap_calls(module: Any, state: State, places: Places) -> list[Callable[[], N
         cells[0].cell_contents = (
             _wrap_meeting(original, state)
             if name == _MEETING
-            else wrap_collective(original, state, name=name, places=places)
+            else wrap_collective(original, state, name=name, tags=tags)
         )
         undos.append(functools.partial(setattr, cells[0], "cell_contents", original))
     return undos
@@ -80,7 +75,7 @@ def _wrap_meeting(original: Callable[..., Any], state: State) -> Callable[..., A
 
 
 def wrap_collective(
-    original: Callable[..., Any], state: State, *, name: str, places: Places
+    original: Callable[..., Any], state: State, *, name: str, tags: dict[_Place, int]
 ) -> Callable[..., Any]:
     """Times outermost calls of the training thread."""
     recorder, is_tracing = state.recorder, state.is_tracing
@@ -95,7 +90,7 @@ def wrap_collective(
         try:
             try:
                 if state.begins_here():
-                    found = COLLECTIVE | places.tag(name) << TAG_BITS
+                    found = COLLECTIVE | number_place(name, tags, recorder.lines) << TAG_BITS
                     mark = state.begin(COLLECTIVE, None)
                     start = begin(COLLECTIVE)
                     code = found

@@ -40,10 +40,10 @@ def has_process_group() -> bool:
 def rank_and_world() -> tuple[int, int]:
     """This process's rank and the world size: from torch.distributed, else from the launcher."""
     if has_process_group():
-        distributed = sys.modules["torch.distributed"]
-        return int(distributed.get_rank()), int(distributed.get_world_size())
-    rank, world = (find_number(os.environ, names) for names in (RANK_VARIABLES, WORLD_VARIABLES))
-    return rank or 0, world or 1
+        world = int(sys.modules["torch.distributed"].get_world_size())
+    else:
+        world = find_number(os.environ, WORLD_VARIABLES) or 1
+    return named_rank() or 0, world
 
 
 def named_rank() -> int | None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import haiprof
 from haiprof.in_job import patches
 from haiprof.in_job.checkpoints import LOADS, SAVES, CheckpointLog
-from haiprof.in_job.collective_calls import Places, wrap_calls
+from haiprof.in_job.collective_calls import wrap_calls
 from haiprof.in_job.collectives import drop_old_flight_names
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.gpu_memory import GpuMemory, OutOfMemory
@@ -23,8 +23,8 @@ from haiprof.in_job.imports import ImportWatch
 from haiprof.in_job.object_settings import (
     InputSizes,
     Registry,
-    RootDescriber,
     describe_loader,
+    describe_root,
     wrap_iter,
 )
 from haiprof.in_job.recorder import Recorder, is_foreign
@@ -49,7 +49,7 @@ _OF_STATE = patches.State
 _OWN_WORK = (  # what wrappers call beside the job's own function
     _OF_STATE.takes_over, _OF_STATE._begin, _OF_STATE.open, _OF_STATE.end, _OF_STATE.end_fetch,
     _OF_STATE.finish_call, _OF_STATE.end_step, _OF_STATE.train, _OF_STATE.begins_here,
-    patches._Both.__call__, Registry.add, RootDescriber.__call__, Recorder.show_work,
+    patches._end_both, Registry.add, describe_root, Recorder.show_work,
     Recorder.sample_early, Recorder.fault, Recorder.arm, DeviceTimer.begin, GpuMemory.begin_step,
     patches._compiler_is_tracing, describe_loader,
 )  # fmt: skip
@@ -70,7 +70,7 @@ class Installer:
             lambda tag: OPTIMIZER | tag << TAG_BITS,
             recorder.lines,
         )
-        self._root_describer = RootDescriber()
+        self._families: dict[int, int] = {}
         self._pauses = CollectorPauses(recorder)
         self._sizes = InputSizes(recorder.lines)
         self._settings = Settings(
@@ -86,9 +86,11 @@ class Installer:
         self._imports = ImportWatch(self._import_failed)
         self._late = False
 
-    def install(self, *, late: bool = False) -> None:
+    def install(self, *, late: bool = False) -> patches.State:
         """Installs each part; one that fails is noted and leaves its phase unmeasured."""
         self._late = late
+        if late:
+            self.state.wait_for_boundary()
         parts = {
             "forward": self._forward, "backward": self._backward, "optimizer": self._optimizer,
             "dataloader": self._dataloader, "scaler": self._scaler, "gc": self._gc,
@@ -115,6 +117,7 @@ class Installer:
             calibrate=self.calibrate, settings_lines=self._settings_lines,
             training_thread=lambda: self.state.owner, works_untrained=self._works_untrained,
         )  # fmt: skip
+        return self.state
 
     def uninstall(self) -> None:
         """Puts the originals back; what somebody wrapped again stays, and is inert."""
@@ -286,7 +289,7 @@ class Installer:
         def wrap(module: Any) -> None:
             drop_old_flight_names()
             if not self.state.repeats.trained and not self.state.is_closed:
-                undos.extend(wrap_calls(module, self.state, Places(self.recorder.lines)))
+                undos.extend(wrap_calls(module, self.state))
 
         def undo() -> None:
             while undos:
@@ -356,7 +359,7 @@ class Installer:
         if self.state.device is None:
             self.state.device = self._find_device()
             self.state.slow = True
-        return self._root_describer(module)
+        return describe_root(module, self._families)
 
     def _find_device(self) -> DeviceTimer | None:
         timer = DeviceTimer.where_started(self.recorder.device_records)
@@ -507,12 +510,3 @@ def _tell_dynamo(before: Any, now: Any) -> None:
         module = sys.modules.get(name)
         if module is not None and getattr(module, "unpatched_nn_module_call", None) is before:
             setattr(module, "unpatched_nn_module_call", now)  # noqa: B010
-
-
-def install(recorder: Recorder, *, late: bool = False) -> patches.State:
-    """Puts every wrapper in place; one that cannot be installed leaves its phase unmeasured."""
-    installer = Installer(recorder)
-    if late:
-        installer.state.wait_for_boundary()
-    installer.install(late=late)
-    return installer.state

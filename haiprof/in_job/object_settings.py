@@ -300,27 +300,22 @@ class Registry:
         self._references.pop(key, None)
 
 
-class RootDescriber:
-    """Describes a module that was called outermost; modules that share weights share a family."""
-
-    def __init__(self) -> None:
-        self._families: dict[int, int] = {}
-
-    def __call__(self, module: Any) -> dict[str, Any] | None:
-        """The line of a module with parameters; None for one without."""
-        try:
-            parameters = list(_own_or_plain(module, "parameters"))
-            module_count = sum(1 for _ in _own_or_plain(module, "modules"))
-        except Exception:  # a module of its own kind: it is a root, and nothing is known of it
-            parameters, module_count = [module], None
-        if not parameters:
-            return None
-        family = self._families.setdefault(id(parameters[0]), len(self._families))
-        return {
-            "type": "root", "name": type(module).__name__, "module_count": module_count,
-            "parameter_count": _parameter_count(parameters), "family": family,
-            "autocast": _autocast_dtype(), "python_profiler": sys.getprofile() is not None,
-        }  # fmt: skip
+def describe_root(module: Any, families: dict[int, int]) -> dict[str, Any] | None:
+    """The line of a module that was called outermost; None for one without parameters."""
+    # Modules that share weights share a family: its number by the id of the first parameter.
+    try:
+        parameters = list(_own_or_plain(module, "parameters"))
+        module_count = sum(1 for _ in _own_or_plain(module, "modules"))
+    except Exception:  # a module of its own kind: it is a root, and nothing is known of it
+        parameters, module_count = [module], None
+    if not parameters:
+        return None
+    return {
+        "type": "root", "name": type(module).__name__, "module_count": module_count,
+        "parameter_count": _parameter_count(parameters),
+        "family": families.setdefault(id(parameters[0]), len(families)),
+        "autocast": _autocast_dtype(), "python_profiler": sys.getprofile() is not None,
+    }  # fmt: skip
 
 
 def _autocast_dtype() -> str | None:

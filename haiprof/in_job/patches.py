@@ -143,7 +143,7 @@ class State(Gate):
         mark = self.device.begin(kind) if self.device is not None and kind != SAVE else None
         if watched is None or mark is None:
             return mark or watched
-        return _Both(mark, watched)
+        return functools.partial(_end_both, mark, watched)
 
     def end(self, mark: Callable[[], None] | None, code: int = 0) -> None:
         """The rarer part of a span's end."""
@@ -250,18 +250,10 @@ class Watch(Protocol):
         """This is a forked child now."""
 
 
-class _Both:
+def _end_both(first: Callable[[], None], second: Callable[[], None]) -> None:
     """Two things to do at a span's end."""
-
-    __slots__ = ("_first", "_second")
-
-    def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        self._first = first
-        self._second = second
-
-    def __call__(self) -> None:
-        self._first()
-        self._second()
+    first()
+    second()
 
 
 def wrap_module_call(

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 MARK = "haiprof-preflight: "
@@ -25,11 +26,6 @@ _LOOP = 20_000
 _ASK_S = 20.0
 
 
-def median(values: list[float]) -> float:
-    """The middle one, of an even count the upper."""
-    return sorted(values)[len(values) // 2]
-
-
 def rate(work: Callable[[], None], amount: float) -> float:
     """Amount per second of the clock: the median of slices longer than a control group's period."""
     work()
@@ -40,7 +36,7 @@ def rate(work: Callable[[], None], amount: float) -> float:
             work()
             count += 1
         found.append(count * amount / passed)
-    return median(found)
+    return median_high(found)
 
 
 def loop() -> None:
@@ -98,7 +94,7 @@ def write_rate(folder: str) -> float:
             file.flush()
             os.fsync(file.fileno())
             found.append(_FILE_BYTES / (time.perf_counter() - begun))
-    return median(found)
+    return median_high(found)
 
 
 def loader_rate(torch: Any) -> float:
@@ -351,7 +347,7 @@ def measure_pairs(torch: Any, rank: int, world: int) -> dict[str, list[float]]:
                         dist.recv(tensor, partner)
                         dist.send(small, partner)
                     own.append(time.perf_counter() - begun)
-                times.append(median(own))
+                times.append(median_high(own))
             if rank == sender:
                 latency, whole = times
                 found[str(partner)] = [_MESSAGE_BYTES / max(whole - latency, 1e-9), latency]
@@ -371,7 +367,7 @@ def measure_reduction(torch: Any) -> list[float]:
             if device == "cuda":
                 torch.cuda.synchronize()
             own.append(time.perf_counter() - begun)
-        times.append(median(own))
+        times.append(median_high(own))
     return [(4 << 20) / times[0], times[1]]
 
 

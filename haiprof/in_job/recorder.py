@@ -418,7 +418,8 @@ class Recorder:
             ring.close()
         self.lines.clear()
         self.device_records.clear()
-        self._window = self._window.fresh()
+        window = self._window
+        self._window = RecordingWindow(time_s=window.time_s, warmup_s=window.warmup_s)
         self.installed.restart_in_fork()
 
 

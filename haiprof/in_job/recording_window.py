@@ -44,10 +44,6 @@ class RecordingWindow:
         self.steps_before = 0
         self._untrained = self._marked = False
 
-    def fresh(self) -> RecordingWindow:
-        """The same window, not begun: for a forked child."""
-        return RecordingWindow(time_s=self.time_s, warmup_s=self.warmup_s)
-
     def limits(self) -> tuple[int, int]:
         """From which time in ns on spans are kept, and after which a step's end is the last one."""
         opens_ns = (self.started_ns or NEVER) if self.warmup_s else 0

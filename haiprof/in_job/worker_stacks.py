@@ -42,7 +42,10 @@ def wrap_worker_loop(original: Callable[..., Any], recorder: Recorder) -> Any:
 
     @functools.wraps(original)
     def _worker_loop(*args: Any, **kwargs: Any) -> Any:
-        sampler = _start(recorder, until)
+        sampler = None
+        with contextlib.suppress(Exception):  # no thread can be started, or it is no worker
+            if not recorder.closed and not why_not_sampled():
+                sampler = WorkerSampler(recorder, until).start()
         try:
             return original(*args, **kwargs)
         finally:
@@ -50,18 +53,6 @@ def wrap_worker_loop(original: Callable[..., Any], recorder: Recorder) -> Any:
                 sampler.finish()
 
     return _worker_loop
-
-
-def _start(recorder: Recorder, until: CodeType) -> WorkerSampler | None:
-    """Starts a sampler, unless the rank is not recorded any more."""
-    if recorder.closed or why_not_sampled():
-        return None
-    try:
-        sampler = WorkerSampler(recorder, until)
-        sampler.start()
-    except Exception:  # no thread can be started, or it is no worker: it works without samples
-        return None
-    return sampler
 
 
 class WorkerSampler:
@@ -72,7 +63,7 @@ class WorkerSampler:
         self._run = recorder.run
         self._hz = recorder.stacks_hz
         self._until = until
-        self._sampler = StackSampler(lambda: ident, hz=self._hz, note=_forget, until=until)
+        self._sampler = StackSampler(lambda: ident, hz=self._hz, note=lambda _: None, until=until)
         process = sys.modules.get("multiprocessing.process")
         parent = process.parent_process() if process is not None else None
         self._parent = None if parent is None else parent.pid
@@ -82,12 +73,13 @@ class WorkerSampler:
         self._writer: LineWriter | None = None
         self._ended = _thread.allocate_lock()
 
-    def start(self) -> None:
+    def start(self) -> WorkerSampler:
         """Starts the thread."""
         self._sampler.prepare()
         self._sampler.begin_steps()
         self._ended.acquire()
         start_deaf_thread(self._loop)
+        return self
 
     def finish(self) -> None:
         """Has the thread write what is left, and waits a moment for it; at the worker's end."""
@@ -168,7 +160,3 @@ def find_rank(run: RunPaths, pid: int | None) -> RankPaths | None:
         if (report.get("pid"), report.get("host")) == (pid, os.uname().nodename):
             return paths
     return None
-
-
-def _forget(_: dict[str, Any]) -> None:
-    """A worker has no file for what went wrong in its sampling."""
