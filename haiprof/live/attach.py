@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -163,51 +164,42 @@ TICK_S = 0.1
 _STOP_WAIT_S = 10.0
 
 
-class AttachedAgent:
-    """Samples this node and relays requests while it is entered, in threads of this process."""
+@contextmanager
+def _attached_agent(
+    run: RunPaths, manifest: Manifest, options: Options,
+    copies: Callable[[RunPaths], RunCopies] | None,
+) -> Iterator[list[str]]:  # fmt: skip
+    """Samples this node and relays requests meanwhile, in threads; gives why it stopped early."""
+    agent, stop, failures = Agent(run, options), threading.Event(), list[str]()
+    finisher, kept = Finisher(run, agent.host), copies(run) if copies is not None else None
 
-    def __init__(
-        self, run: RunPaths, manifest: Manifest, options: Options,
-        copies: Callable[[RunPaths], RunCopies] | None,
-    ) -> None:  # fmt: skip
-        self.run, self.manifest = run, manifest
-        self.failure: str | None = None
-        """Why it stopped early."""
-        self._agent = Agent(run, options)
-        self._finisher = Finisher(run, self._agent.host)
-        self._copies = copies(run) if copies is not None else None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="haiprof-agent", daemon=True)
-
-    def __enter__(self) -> AttachedAgent:
-        """Starts sampling, and listening to the ranks."""
-        self._agent.start()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ends both, finishes traces and writes the outcome."""
-        self._stop.set()
-        self._thread.join(_STOP_WAIT_S)
-        self._agent.close()
-        nobody_asks = threading.Event()
-        self._finisher.finish(lambda: nobody_asks.wait(TICK_S), quiet=True)
-        ended = replace(self.manifest, end_wall_ns=time.time_ns())
-        write_manifest(self.run, replace(ended, ranks=self._agent.reported_ranks()))
-
-    def _serve(self) -> None:
-        """Body of the thread."""
+    def serve() -> None:
         try:
-            while not self._stop.wait(TICK_S):
-                self._agent.serve()
-                if self._copies is not None:
-                    self._copies.tick()
-                if self.run.trace_parts.is_dir():
-                    self._finisher.tick()
+            while not stop.wait(TICK_S):
+                agent.serve()
+                if kept is not None:
+                    kept.tick()
+                if run.trace_parts.is_dir():
+                    finisher.tick()
         except OSError as error:  # the run directory is gone, or the disk is full
-            self.failure = str(error)
+            failures.append(str(error))
+
+    agent.start()
+    thread = threading.Thread(target=serve, name="haiprof-agent", daemon=True)
+    thread.start()
+    try:
+        yield failures
+    finally:
+        stop.set()
+        thread.join(_STOP_WAIT_S)
+        agent.close()
+        nobody_asks = threading.Event()
+        finisher.finish(lambda: nobody_asks.wait(TICK_S), quiet=True)
+        ended = replace(manifest, end_wall_ns=time.time_ns())
+        write_manifest(run, replace(ended, ranks=agent.reported_ranks()))
 
 
+_RunAndAgent = tuple[RunPaths, AbstractContextManager[list[str]]]
 REPORT_S = 60.0
 """A rank reports in within a second of its next training step; steps may be long."""
 ASK_S = 10.0
@@ -277,14 +269,14 @@ def attach_job(job: RunningJob, request: AttachRequest, progress: Progress) -> A
         job.run.root.parent, request, name=old.name, command=old.command, cwd=old.cwd,
         environment=old.environment,
     )  # fmt: skip
-    with agent:
+    with agent as failures:
         progress("asking its ranks to record again")
         answers = ask(job.run, "activate", {"name": run.root.name}, timeout_s=ASK_S)
         said = answers.replies
         refused = {n: str(r.get("reason")) for n, r in said.items() if r.get("state") != "done"}
         refused |= {member.name: "no answer" for member in answers.silent}
         count = len(said.keys() - refused.keys())
-        return _record(run, agent, request, RESUMED, count, refused, progress)
+        return _record(run, failures, request, RESUMED, count, refused, progress)
 
 
 def attach_injecting(
@@ -305,11 +297,11 @@ def attach_injecting(
             hint="nothing was changed; try again when it trains steadily",
         )
     run, agent = _new_run_of(processes[0], request)
-    with agent:
+    with agent as failures:
         write_payload(run)
         refused = {str(p.pid): why for p in processes if (why := inject(p, run)) is not None}
         count = len(processes) - len(refused)
-        return _record(run, agent, request, INJECTED, count, refused, progress)
+        return _record(run, failures, request, INJECTED, count, refused, progress)
 
 
 def attach_sampling(
@@ -335,7 +327,7 @@ def attach_sampling(
     return Attached(run=str(run.root), how=OUTSIDE, between=between, ranks=ranks, seen=tuple(seen))
 
 
-def _new_run_of(first: Process, request: AttachRequest) -> tuple[RunPaths, AttachedAgent]:
+def _new_run_of(first: Process, request: AttachRequest) -> _RunAndAgent:
     try:
         cwd = os.readlink(f"/proc/{first.pid}/cwd")
     except OSError:
@@ -349,13 +341,13 @@ def _new_run_of(first: Process, request: AttachRequest) -> tuple[RunPaths, Attac
 def _new_run(
     log_dir: Path, request: AttachRequest, *, name: str, command: list[str], cwd: str,
     environment: Mapping[str, Any],
-) -> tuple[RunPaths, AttachedAgent]:  # fmt: skip
+) -> _RunAndAgent:  # fmt: skip
     """The run directory of an attached recording, `attach-<name>-<time>-<id>`, and its agent."""
     options = Options(time_s=request.time_s, log_dir=log_dir, quiet=True)
     run, manifest, _ = create_run(options, command=command, name=f"attach-{name}", environ={})
     manifest = replace(manifest, cwd=cwd, environment={**environment, "attached": True})
     write_manifest(run, manifest)
-    return run, AttachedAgent(run, manifest, options, request.copies)
+    return run, _attached_agent(run, manifest, options, request.copies)
 
 
 def _report_for(run: RunPaths, rank: int, process: Process) -> None:
@@ -375,7 +367,7 @@ def _report_for(run: RunPaths, rank: int, process: Process) -> None:
 
 
 def _record(
-    run: RunPaths, agent: AttachedAgent, request: AttachRequest, how: str, count: int,
+    run: RunPaths, failures: Sequence[str], request: AttachRequest, how: str, count: int,
     refused: Mapping[str, str], progress: Progress,
 ) -> Attached:  # fmt: skip
     """Waits for the ranks that have the hook now, until their time is up."""
@@ -394,8 +386,8 @@ def _record(
     limit = time.monotonic() + request.time_s + LATE_S
     trace = trace_now(run, request.trace, progress=progress) if request.trace is not None else None
     wait(lambda: all(_is_over(paths) for paths in _reported_ranks(run).values()), limit, progress)
-    if agent.failure is not None:
-        progress(f"the node's agent stopped: {agent.failure}")
+    for failure in failures:
+        progress(f"the node's agent stopped: {failure}")
     return Attached(
         run=str(run.root), how=how, between=(began, time.time_ns()), refused=refused, trace=trace,
         ranks=tuple(sorted(_reported_ranks(run))),

@@ -68,8 +68,11 @@ class RunningJob:
 
     @property
     def pid(self) -> int:
-        """The process to signal for the job."""
-        return signalled_pid(self.manifest)
+        """The process to signal for the job: its launcher, or the job if it has outlived that."""
+        launcher, job = self.manifest.launcher_pid, self.manifest.job_pid
+        if job is None or not _lives(job, self.manifest) or _lives(launcher, self.manifest):
+            return launcher
+        return job
 
 
 def running_jobs(log_dirs: Iterable[Path], *, others: bool = False) -> list[RunningJob]:
@@ -186,14 +189,6 @@ def job_names(jobs: Sequence[RunningJob]) -> str:
     """`train-20261121-201146-0ac3 (pid 4711); ...`: what names running jobs, a few of them."""
     names = [f"{job.id} (pid {job.pid})" for job in jobs[:_NAMED]]
     return "; ".join([*names, f"and {len(jobs) - _NAMED} more"] if len(jobs) > _NAMED else names)
-
-
-def signalled_pid(manifest: Manifest) -> int:
-    """The process to signal for a job: its launcher, or the job if it has outlived that."""
-    launcher, job = manifest.launcher_pid, manifest.job_pid
-    if job is None or not _lives(job, manifest) or _lives(launcher, manifest):
-        return launcher
-    return job
 
 
 def _lives(pid: int | None, manifest: Manifest) -> bool:

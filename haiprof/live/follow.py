@@ -19,14 +19,7 @@ from haiprof.base.safe_files import file_size
 from haiprof.base.subcommand import Subcommand
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import process_state
-from haiprof.live.find import (
-    RunningJob,
-    as_member,
-    has_end,
-    is_running,
-    running_jobs,
-    signalled_pid,
-)
+from haiprof.live.find import RunningJob, as_member, has_end, is_running, running_jobs
 from haiprof.live.standstill import STOPPED
 from haiprof.run_analysis.counters import counter_frame
 from haiprof.run_analysis.folded_steps import optimizer_steps_before, read_folded_steps
@@ -348,7 +341,7 @@ class LiveJob:
         counted = (replace(known[r], counters=self._counters.get(r, {})) for r in sorted(known))
         return JobNow(
             id=self.job.id, name=manifest.name, path=str(self.job.run.root), host=manifest.host,
-            pid=signalled_pid(manifest), user=self.job.user, start_wall_ns=manifest.start_wall_ns,
+            pid=self.job.pid, user=self.job.user, start_wall_ns=manifest.start_wall_ns,
             elapsed_ns=max(now_ns - manifest.start_wall_ns, 0),
             running=is_running(self.job.run, manifest), world_size=max(sizes, default=0) or None,
             ranks=tuple(counted),

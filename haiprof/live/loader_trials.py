@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,7 +104,11 @@ def _try(
     loader: str, words: Sequence[str], *, steps: int, time_s: float, start: Subcommand,
     kept: Path | None,
 ) -> LoaderTrial:  # fmt: skip
-    with _folder(kept) as folder:
+    if kept is not None:
+        make_named_folder(kept)
+    made = MadeFolder.temporary("haiprof-try-loader-", kept)  # of one trial alone
+    with made if kept is None else contextlib.nullcontext(made.path) as path:
+        folder = path.resolve()
         output = folder / "output.txt"
         with os.fdopen(create_file(output, below=folder), "wb") as file:
             process = subprocess.Popen(
@@ -128,19 +132,6 @@ def _try(
         own = said.partition("haiprof: error: ")[2].partition(" haiprof: hint: ")[0]
         why = own or f"the job ended with status {ended}: {said}"
         return LoaderTrial(loader=loader, workers=found.workers, reason=why)
-
-
-@contextlib.contextmanager
-def _folder(kept: Path | None) -> Iterator[Path]:
-    """A folder of one trial alone, by which the hook knows its run."""
-    if kept is not None:
-        make_named_folder(kept)
-    made = MadeFolder.temporary("haiprof-try-loader-", kept)
-    try:
-        yield made.path.resolve()
-    finally:
-        if kept is None:
-            made.remove()
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, *, steps: int, time_s: float) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from haiprof.base.errors import MissingDataError
@@ -333,52 +334,38 @@ def ask_ras(address: Address, *, timeout_s: float = _ASK_S) -> str:
     until_s = time.monotonic() + timeout_s
     try:
         with socket.create_connection(address, timeout=timeout_s) as connection:
-            talk = _Talk(connection, until_s)
-            greeting = talk.ask("CLIENT PROTOCOL 2")
+            ask = partial(_ask_once, connection, until_s, bytearray())
+            greeting = ask("CLIENT PROTOCOL 2")
             if not greeting.upper().startswith("SERVER PROTOCOL "):
                 raise MissingDataError(f"something else listens on port {address[1]}")
-            talk.ask(f"TIMEOUT {_LEG_S}")
-            talk.ask("SET FORMAT json")  # an older NCCL says ERROR, and goes on with text
-            return talk.ask_all("VERBOSE STATUS")
+            ask(f"TIMEOUT {_LEG_S}")
+            ask("SET FORMAT json")  # an older NCCL says ERROR, and goes on with text
+            return ask("VERBOSE STATUS", to_end=True)
     except OSError as error:
         what = "no whole answer in time" if isinstance(error, TimeoutError) else error.strerror
         raise MissingDataError(f"NCCL's RAS on port {address[1]}: {what or error}") from None
 
 
-class _Talk:
-    """Questions and answers on one connection, until a moment."""
-
-    def __init__(self, connection: socket.socket, until_s: float) -> None:
-        self._connection, self._until_s = connection, until_s
-        self._left = bytearray()
-
-    def ask(self, question: str) -> str:
-        """One line for one line."""
-        self._connection.sendall(f"{question}\n".encode())
-        while b"\n" not in self._left:
-            self._receive()
-        end = self._left.index(b"\n")
-        line = self._left[:end].decode(errors="replace")
-        del self._left[: end + 1]
-        return line
-
-    def ask_all(self, question: str) -> str:
-        """All that comes until the other side closes."""
-        self._connection.sendall(f"{question}\n".encode())
-        while self._receive(or_end=True):
-            pass
-        return self._left.decode(errors="replace")
-
-    def _receive(self, *, or_end: bool = False) -> bool:
-        left_s = self._until_s - time.monotonic()
-        if left_s <= 0:
+def _ask_once(
+    connection: socket.socket, until_s: float, left: bytearray, question: str, *,
+    to_end: bool = False,
+) -> str:  # fmt: skip
+    """One line for one line; with `to_end` all that comes until the other side closes."""
+    # What came behind the line stays in `left`. The time is that of all questions together.
+    connection.sendall(f"{question}\n".encode())
+    while to_end or b"\n" not in left:
+        rest_s = until_s - time.monotonic()
+        if rest_s <= 0:
             raise TimeoutError
-        self._connection.settimeout(left_s)
-        part = self._connection.recv(1 << 16)
-        if (not part and not or_end) or len(self._left) + len(part) > _ANSWER_LIMIT:
+        connection.settimeout(rest_s)
+        part = connection.recv(1 << 16)
+        if (not part and not to_end) or len(left) + len(part) > _ANSWER_LIMIT:
             raise OSError("no answer of NCCL's")
-        self._left += part
-        return bool(part)
+        if not part:
+            return left.decode(errors="replace")
+        left += part
+    line, _, left[:] = left.partition(b"\n")
+    return line.decode(errors="replace")
 
 
 def parse_ras(answer: str) -> list[NcclRank]:

@@ -178,16 +178,12 @@ def _rank_trace(member: Member, answers: Answers) -> RankTrace:
     if member in answers.silent:
         late = "took the request, and did not reach the steps in time"
         state, reason = "silent", late if state == "accepted" else "no answer"
+    steps = reply.get("steps")
+    are_two = isinstance(steps, list) and [*map(type, steps)] == [int, int]
     return RankTrace(
         rank=member.rank, host=member.host, state=state, reason=reason, path=None,
-        steps=_two_numbers(reply.get("steps")), stall_ns=integer(reply.get("stall_ns")),
+        steps=(steps[0], steps[1]) if are_two else None, stall_ns=integer(reply.get("stall_ns")),
     )  # fmt: skip
-
-
-def _two_numbers(value: object) -> tuple[int, int] | None:
-    if isinstance(value, list) and [type(each) for each in value] == [int, int]:
-        return value[0], value[1]
-    return None
 
 
 def _with_files(run: RunPaths, found: TraceNow, answers: Answers, progress: Progress) -> TraceNow:
