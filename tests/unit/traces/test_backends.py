@@ -15,10 +15,6 @@ from tests.unit.analysis.trace.shared import event
 BACKENDS = pytest.mark.parametrize("backend", GPU_BACKEND_NAMES)
 
 
-def test_backends_of_2026_are_known() -> None:
-    assert {"nccl", "nccl2", "ncclx"} <= set(GPU_BACKEND_NAMES)
-
-
 @BACKENDS
 def test_kinds_in_a_dump_are_read_without_the_backend(backend: str, tmp_path: Path) -> None:
     entry = {
