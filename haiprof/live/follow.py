@@ -472,7 +472,6 @@ class Watch:
 
     log_dirs: Sequence[Path]
     only: RunningJob | None
-    clock: Callable[[], int] = time.time_ns
     subcommand: Subcommand | None = None
     others: bool = False
     _live: dict[Path, LiveJob] = field(default_factory=dict)
@@ -500,16 +499,13 @@ class Watch:
 
     def _find(self) -> None:
         if self.only is not None:
-            self._live.setdefault(self.only.run.root, LiveJob(self.only, clock=self.clock))
+            self._live.setdefault(self.only.run.root, LiveJob(self.only))
             return
         if time.monotonic() < self._found_s + FIND_EVERY_S:
             return
         self._found_s = time.monotonic()
         running = running_jobs(self.log_dirs, others=self.others)
         jobs = {job.run.root: job for job in running}
-        for root in set(self._live) - set(jobs):
-            del self._live[root]
-            if root in self._verdicts:
-                self._verdicts.pop(root).stop()
-        for root, job in jobs.items():
-            self._live.setdefault(root, LiveJob(job, clock=self.clock))
+        for root in self._verdicts.keys() - jobs.keys():
+            self._verdicts.pop(root).stop()
+        self._live = {root: self._live.get(root) or LiveJob(job) for root, job in jobs.items()}

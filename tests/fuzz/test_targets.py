@@ -29,7 +29,7 @@ ROOT = PACKAGE.parent
 
 # What takes bytes apart. A module that calls one of them must be run by some target's seeds.
 _PARSING = {
-    "loads", "decode_whole", "unpack_from", "iter_unpack", "frombuffer", "read_ipc_stream",
+    "loads", "unpack_from", "iter_unpack", "frombuffer", "read_ipc_stream",
     "read_parquet", "decompressobj", "Decoder",
 }  # fmt: skip
 # Modules that parse what haiprof itself, or the system for it, has just written.
