@@ -135,15 +135,20 @@ def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
     part, below, target = None, attempt.folder, attempt.folder / f"{stem}{TRACE_SUFFIX}"
     if attempt.into_run and run is not None:
         below, part = run.root, _part_of(run.traces / stem) if known else None
+    facts = {
+        "rank": process.rank, "world_size": report.get("world_size", process.world_size),
+        "host": host, "pid": process.pid, "gpu_uuid": report.get("gpu_uuid"),
+        "window": attempt.window, "steps": numbers, "reason": "request",
+        "recorded_by": attempt.request.backend, "start_wall_ns": raw.start_wall_ns,
+    }  # fmt: skip
     with safe_files.whole_file(target if part is None else part.raw, below=below) as file:
         complete.write_complete(
-            raw, file, metadata=_metadata(process, attempt, raw, report, numbers, why_not),
+            raw, file, metadata=_metadata(facts, report, run, why_not),
             ranges=[*steps.values(), *phases], pid=process.own_pid, packed=part is None,
         )  # fmt: skip
     if part is not None:  # the run's launcher compresses it, as a rank's own raw trace
         target = part.trace
-        sidecar = _sidecar(part, process, attempt, raw, report, numbers)
-        write_json(part.sidecar, sidecar, below=below)
+        write_json(part.sidecar, _sidecar(facts, report, part, attempt, raw), below=below)
     safe_files.remove_file(path, below=path.parent)
     ends = raw.optimizer_ends_wall_ns
     gaps = [after - before for before, after in itertools.pairwise(ends)]
@@ -213,44 +218,34 @@ def _phases(run: RunPaths, report: Mapping[str, Any], raw: complete.RawTrace) ->
 
 
 def _metadata(
-    process: KinetoProcess, attempt: _Attempt, raw: complete.RawTrace, report: Mapping[str, Any],
-    steps: tuple[int, int] | None, why_not: str | None,
-) -> dict[str, Any]:  # fmt: skip
+    facts: Mapping[str, Any], report: Mapping[str, Any], run: RunPaths | None, why_not: str | None
+) -> dict[str, Any]:
     """The top-level metadata of haiprof's own traces."""
-    world = report.get("world_size", process.world_size)
-    shared = {"rank": process.rank, "world_size": world, "backend": report.get("backend")}
     own = {
-        "run": None if attempt.run is None else attempt.run.root.name, "rank": process.rank,
-        "world_size": world, "host": socket.gethostname(), "pid": process.pid,
-        "gpu_uuid": report.get("gpu_uuid"), "window": attempt.window, "steps": steps,
-        "steps_reason": why_not, "clock": report.get("clock"), "reason": "request",
-        "recorded_by": attempt.request.backend, "torch": report.get("torch"),
-        "start_wall_ns": raw.start_wall_ns,
+        **facts, "run": None if run is None else run.root.name, "steps_reason": why_not,
+        **{key: report.get(key) for key in ("clock", "torch")},
     }  # fmt: skip
-    return {**({} if process.rank is None else {"distributedInfo": shared}), "haiprof": own}
+    if facts["rank"] is None:
+        return {"haiprof": own}
+    shared = {key: facts[key] for key in ("rank", "world_size")}
+    return {"distributedInfo": {**shared, "backend": report.get("backend")}, "haiprof": own}
 
 
 def _sidecar(
-    part: Part, process: KinetoProcess, attempt: _Attempt, raw: complete.RawTrace,
-    report: Mapping[str, Any], steps: tuple[int, int] | None,
+    facts: Mapping[str, Any], report: Mapping[str, Any], part: Part, attempt: _Attempt,
+    raw: complete.RawTrace,
 ) -> dict[str, Any]:  # fmt: skip
     """What a rank writes beside a raw trace of its own."""
     clock = report.get("clock") or {}
     offset = clock["wall_ns"] - clock["mono_ns"] if {"wall_ns", "mono_ns"} <= set(clock) else None
+    ends_ns = {"start_mono_ns": raw.start_wall_ns, "end_mono_ns": raw.end_wall_ns}
     return {
-        "version": SCHEMA_VERSION, "stem": part.stem.text, "rank": process.rank,
-        **{key: report.get(key) for key in (
-            "attempt", "restart", "local_rank", "world_size", "host", "pid", "gpu_uuid")},
-        "window": attempt.window, "reason": "request", "request": attempt.id,
-        "recorded_by": attempt.request.backend,
-        "steps": steps,
-        "start_mono_ns": None if offset is None else raw.start_wall_ns - offset,
-        "end_mono_ns": None if offset is None else raw.end_wall_ns - offset,
-        "start_wall_ns": raw.start_wall_ns,
-        "options": dict(attempt.request.options),
-        "event_count": raw.event_count, "cut": None,
-        "setup_ns": None, "start_ns": None, "stop_ns": None, "export_ns": None,
-        "raw_bytes": part.raw.stat().st_size, "et_bytes": None,
+        "version": SCHEMA_VERSION, "stem": part.stem.text, **facts,
+        **{key: report.get(key) for key in ("attempt", "restart", "local_rank")},
+        **{key: None if offset is None else ns - offset for key, ns in ends_ns.items()},
+        "request": attempt.id, "options": dict(attempt.request.options),
+        "event_count": raw.event_count, "raw_bytes": part.raw.stat().st_size,
+        **dict.fromkeys(("cut", "setup_ns", "start_ns", "stop_ns", "export_ns", "et_bytes")),
     }  # fmt: skip
 
 
