@@ -170,14 +170,14 @@ def _integer(value: object) -> int | None:
 
 
 _COMMON = {"event": pl.Int64, "category": pl.UInt32, "ts_ns": pl.Int64, "dur_ns": pl.Int64}
-Common = tuple[Ints, npt.NDArray[np.uint32], Ints, Ints]
-"""What every table has of its rows, as arrays in the order of `_COMMON`; categories as codes."""
 
 
 def make_frame(
-    table: str, heads: Sequence[Any], args: Sequence[Any], common: Common, names: Names
-) -> pl.DataFrame:
-    """Rows of one table without empty columns; texts are codes."""
+    table: str, heads: Sequence[Any], args: Sequence[Any], common: Sequence[npt.NDArray[Any]],
+    names: Names,
+) -> pl.DataFrame:  # fmt: skip
+    """Rows of one table without empty columns; texts and categories are codes."""
+    # `common` is what every table has of its rows, in the order of `_COMMON`.
     found = [pl.Series(name, values, kind)
              for (name, kind), values in zip(_COMMON.items(), common, strict=True)]  # fmt: skip
     own = (_series(c, heads, args, names) for c in TABLES[table] if c.name not in _COMMON)

@@ -35,7 +35,8 @@ _IN_STRING = re.compile(
 )
 _SUSPECT = re.compile(rb"[\\\x00-\x1f]")
 _KEYS = rb'"(?:ph|name|cat|pid|tid|ts|dur|id|s|bp|args)"'
-BOUNDARY = re.compile(rb"\}(\s*,\s*)\{\s*" + _KEYS)
+BOUNDARY = re.compile(rb"\}\s*,\s*\{\s*" + _KEYS)
+_TAIL_BYTES = 1 << 13  # of a text are searched for its last boundary, before all of it is
 _CLOSER = {ord("{"): ord("}"), ord("["): ord("]")}
 _END_OF_ARRAY = ord("]")
 
@@ -173,7 +174,6 @@ class TraceText:
         """After the last whole event, where the file ends without closing its events."""
         self.notes: list[str] = []  # problems of the file other than those of events, for people
         self.is_last = False  # whether the piece at hand is the last one
-        self._separator = b""
         self._unread = b""
         self._trailer: list[bytes] | None = None
         self._trailer_bytes = 0
@@ -194,7 +194,7 @@ class TraceText:
             if sum(map(len, waiting)) < wanted:
                 continue
             buffer = b"".join(waiting)
-            cut = self._last_boundary(buffer)
+            cut = _last_boundary(buffer)
             if cut:
                 yield buffer[_after_separator(buffer) : cut]
             waiting = self._rest(buffer[cut:])
@@ -259,23 +259,6 @@ class TraceText:
         hint = next(hint for key, hint in _HINTS if re.search(key, head[: 1 << 20]))
         hint = _REPORT_HINT if self.path.name.endswith((".nsys-rep", ".qdrep")) else hint
         return TraceFormatError(f"{self.path}: no traceEvents in it: {shown}{why}", hint=hint)
-
-    def _last_boundary(self, buffer: bytes) -> int:
-        """The end of the last event that is followed by another one; 0 where there is none."""
-        end = len(buffer)
-        while self._separator and end > 0:
-            at = buffer.rfind(self._separator, 0, end)
-            if at < 0 or BOUNDARY.match(buffer, at):
-                end = at
-                break
-            end = at + len(self._separator) - 1
-        if 0 < end < len(buffer):
-            return end + 1
-        boundaries = list(BOUNDARY.finditer(buffer))
-        if boundaries:
-            self._separator = b"}" + boundaries[-1][1] + b"{"
-            return boundaries[-1].start() + 1
-        return _last_end(buffer)
 
     def _keep_trailer(self, block: bytes) -> None:
         self._trailer_bytes += len(block)
@@ -377,8 +360,12 @@ def _readable(unpacker: Any, block: bytes) -> bytes:  # noqa: ANN401 - zlib does
     return b"".join(text)
 
 
-def _last_end(buffer: bytes) -> int:
-    """Behind the last whole element of an array, or behind the array; 0 where there is none."""
+def _last_boundary(buffer: bytes) -> int:
+    """The end of the last event that another one follows, else of the last one; 0 without any."""
+    for size in (_TAIL_BYTES, len(buffer)):
+        boundaries = list(BOUNDARY.finditer(buffer, max(len(buffer) - size, 0)))
+        if boundaries:
+            return boundaries[-1].start() + 1
     end = 0
     while True:
         found = element(buffer, end)
