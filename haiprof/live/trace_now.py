@@ -179,10 +179,11 @@ def _rank_trace(member: Member, answers: Answers) -> RankTrace:
         late = "took the request, and did not reach the steps in time"
         state, reason = "silent", late if state == "accepted" else "no answer"
     steps = reply.get("steps")
-    are_two = isinstance(steps, list) and [*map(type, steps)] == [int, int]
+    is_pair = isinstance(steps, list) and [*map(type, steps)] == [int, int]
+    two = (steps[0], steps[1]) if steps and is_pair else None
     return RankTrace(
         rank=member.rank, host=member.host, state=state, reason=reason, path=None,
-        steps=(steps[0], steps[1]) if are_two else None, stall_ns=integer(reply.get("stall_ns")),
+        steps=two, stall_ns=integer(reply.get("stall_ns")),
     )  # fmt: skip
 
 
