@@ -48,7 +48,6 @@ _RETRIED = (408, 425, 429)
 
 Complete = Callable[[], tuple[str, Mapping[str, object]]]
 
-
 Item = TypeVar("Item")
 
 

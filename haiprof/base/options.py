@@ -1,7 +1,6 @@
 """Options: one table for the command line, the environment, pyproject.toml and the manifest."""
 
 # ruff: noqa: RUF009 - `declare` makes a field
-
 from __future__ import annotations
 
 import importlib

@@ -20,7 +20,6 @@ DEFAULT_LIMIT_BYTES = round(DEFAULT_LIMIT_MB * _BYTES_PER_MB)
 T = TypeVar("T")
 _WHAT = ("stacks", "shapes", "memory", "flops", "modules", "sync")
 
-
 Check = tuple[bool, str, str]  # what must hold, else what is said, and what to do
 
 

@@ -9,7 +9,6 @@ from typing import Literal
 
 Clock = Callable[[], int]  # reads CLOCK_MONOTONIC in ns
 
-
 Status = Literal["available", "unsupported", "denied", "absent"]
 """`unsupported`: this hardware, driver or kernel cannot; `denied`: this user may not; `absent`:
 what it is read from is not here."""

@@ -194,7 +194,6 @@ METRICS = {
 
 _SAMPLE = np.dtype([("time", "<i8"), ("type", "<i8"), ("metric", "<i8"), ("value", "<f8")])
 
-
 _Gpu = tuple[str, int | None, int | None]
 """Name, NVML index and rank of one of Nsight Systems' GPUs; None where that cannot be known."""
 

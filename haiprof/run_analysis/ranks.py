@@ -47,7 +47,6 @@ LOADING_SCHEMA = dict.fromkeys(("rank", "attempt", "epoch_count", "epoch_ns", "w
 """Waits for the loader in the training steps after a rank's first one."""
 _LOADER_PHASE = 0  # in steps.SPAN_PHASES
 
-
 RANK_COLUMNS: Columns = {
     "rank": (pl.Int64, "of the process"),
     "attempt": (pl.Int64, "restart of the rank, from 0"),

@@ -47,17 +47,10 @@ class Instrument:
 
 # Stored unit -> (UCUM, divisor); other units are counts of what they name.
 _UNITS = {
-    "ns": ("s", 1_000_000_000),
-    "bytes": ("By", 1),
-    "ratio": ("1", 1),
-    "hz": ("Hz", 1),
-    "watts": ("W", 1),
-    "joules": ("J", 1),
-    "celsius": ("Cel", 1),
-    "cores": ("{cpu}", 1),
-    "packed": ("{bits}", 1),
-    "bytes/s": ("By/s", 1),
-}
+    "ns": ("s", 1_000_000_000), "bytes": ("By", 1), "ratio": ("1", 1), "hz": ("Hz", 1),
+    "watts": ("W", 1), "joules": ("J", 1), "celsius": ("Cel", 1), "cores": ("{cpu}", 1),
+    "packed": ("{bits}", 1), "bytes/s": ("By/s", 1),
+}  # fmt: skip
 _PROMETHEUS_UNITS = {
     "s": "seconds", "By": "bytes", "1": "ratio", "Hz": "hertz", "W": "watts", "J": "joules",
     "Cel": "celsius", "By/s": "bytes_per_second",
@@ -125,17 +118,10 @@ column's own; the groups of the pattern become values of attributes."""
 _NAMESPACES = {"gpu_health": "gpu", "infiniband": "rdma", "infiniband_health": "rdma"}
 
 # Those of the semantic conventions that are UpDownCounters; all other gauges are gauges.
-_UP_DOWN = frozenset(
-    {
-        "system.memory.linux.available",
-        "system.memory.linux.shared",
-        "system.paging.usage",
-        "hw.gpu.memory.usage",
-        "hw.gpu.memory.limit",
-        "hw.network.up",
-        "hw.network.bandwidth.limit",
-    }
-)
+_UP_DOWN = (
+    "system.memory.linux.available", "system.memory.linux.shared", "system.paging.usage",
+    "hw.gpu.memory.usage", "hw.gpu.memory.limit", "hw.network.up", "hw.network.bandwidth.limit",
+)  # fmt: skip
 
 _Words = tuple[Mapping[str, str], Mapping[str, str]]
 _GPU: _Words = (
@@ -148,11 +134,8 @@ _PORT: _Words = (
 )
 _OTHER: _Words = ({"haiprof.entity": "name"}, {})
 _ENTITIES: Mapping[str, _Words] = {
-    "gpu": _GPU,
-    "gpu_health": _GPU,
-    "dcgm": _GPU,
-    "infiniband": _PORT,
-    "infiniband_health": _PORT,
+    **dict.fromkeys(("gpu", "gpu_health", "dcgm"), _GPU),
+    **dict.fromkeys(("infiniband", "infiniband_health"), _PORT),
     "ethernet": ({"network.interface.name": "name"}, {}),
     "filesystem": ({"system.filesystem.mountpoint": "name"}, {}),
 }
@@ -173,12 +156,15 @@ def instruments() -> Mapping[tuple[str, str], Instrument]:
         for table in COUNTER_TABLES
         for column in table.metrics
     }
-    parts: dict[str, list[Instrument]] = {}
+    said: dict[str, list[str]] = {}  # by name: the sources of all its columns
     for each in found.values():
-        parts.setdefault(each.name, []).append(each)
+        words = f"{' '.join(each.attributes.values())}: {each.description}"
+        said.setdefault(each.name, []).append(words)
     return {
-        key: replace(each, description=_meaning(parts[each.name])) for key, each in found.items()
-    }
+        key: replace(each, description="; ".join(said[each.name]))
+        if len(said[each.name]) > 1 else each
+        for key, each in found.items()
+    }  # fmt: skip
 
 
 def entity_attributes(
@@ -196,12 +182,6 @@ def entity_attributes(
     }
     return {**texts, **fixed}
 
-
-def _meaning(parts: list[Instrument]) -> str:
-    """The sources of all columns of one name."""
-    if len(parts) == 1:
-        return parts[0].description
-    return "; ".join(f"{' '.join(p.attributes.values())}: {p.description}" for p in parts)
 
 
 def _instrument(table: Table, column: Column) -> Instrument:
@@ -271,15 +251,9 @@ def families(samples: Iterable[Sample]) -> list[Family]:
 
 
 def series_labels(
-    instrument: Instrument,
-    *,
-    run: str,
-    host: str,
-    keys: tuple[str, ...],
-    key: Key,
-    entity: Mapping[str, Any],
-    rank: int | None,
-) -> dict[str, str]:
+    instrument: Instrument, *, run: str, host: str, keys: tuple[str, ...], key: Key,
+    entity: Mapping[str, Any], rank: int | None,
+) -> dict[str, str]:  # fmt: skip
     """Labels of one series, in order; what is not known is left out."""
     gpu = key[0] if keys == ("gpu",) and key else None
     named = {"run": run, "host": host, "rank": rank, "gpu": gpu,

@@ -6,15 +6,8 @@ from haiprof.run_format.schema import Column, Table
 
 _UNITS = {
     "bytes_per_s": ("bytes/s", "f64"),
-    "ns": ("ns", "i64"),
-    "bytes": ("bytes", "i64"),
-    "ticks": ("ticks", "i64"),
-    "hz": ("hz", "i64"),
-    "ratio": ("ratio", "f64"),
-    "watts": ("watts", "f64"),
-    "joules": ("joules", "f64"),
-    "celsius": ("celsius", "f64"),
-    "cores": ("cores", "f64"),
+    **{name: (name, "i64") for name in ("ns", "bytes", "ticks", "hz")},
+    **{name: (name, "f64") for name in ("ratio", "watts", "joules", "celsius", "cores")},
 }
 """Unit and type by the end of a column's name; what ends otherwise is a count."""
 
@@ -56,7 +49,6 @@ CGROUP = _counters(
     ("pressure_io_full_ns", "counter", "v2 io.pressure full total"),
 )
 
-
 # A record is one collection of the exporter (each 30 s by default), at the time it was read: the
 # figures are of that collection, which was made since the read before. No new one, no record.
 DCGM = _counters(
@@ -77,7 +69,6 @@ DCGM = _counters(
     ("last_xid", "gauge", "DCGM 230: last XID ever seen; 0 is none", "packed"),
 )
 
-
 ETHERNET = _counters(
     "ethernet",
     ("interface_index", "key", "the kernel's; another device has another"),
@@ -95,7 +86,6 @@ ETHERNET = _counters(
     ("rdma_receive_bytes", "counter", "rx_vport_rdma_unicast_bytes"),
     ("rdma_transmit_bytes", "counter", "tx_vport_rdma_unicast_bytes"),
 )
-
 
 FILESYSTEM = _counters(
     "filesystem",
@@ -119,7 +109,6 @@ FILESYSTEM = _counters(
     ("metadata_rtt_ns", "counter", "NFS, metadata: from sending to the reply"),
     ("metadata_queue_ns", "counter", "NFS, metadata: waiting on this client to be sent"),
 )
-
 
 GPU = _counters(
     "gpu",
@@ -158,7 +147,6 @@ GPU = _counters(
     ("fp16_active_ratio", "gauge", "GPM 13: without tensor cores"),
 )
 
-
 GPU_HEALTH = _counters(
     "gpu_health",
     ("gpu", "key", "NVML index; its UUID is in the file header"),
@@ -187,7 +175,6 @@ GPU_HEALTH = _counters(
     ("temperature_slowdown_celsius", "gauge", "NVML threshold"),
     ("temperature_shutdown_celsius", "gauge", "NVML threshold"),
 )
-
 
 HOST = _counters(
     "host",
@@ -249,7 +236,6 @@ HOST = _counters(
     ("memory_energy_joules", "counter", "RAPL dram, of all packages"),
 )
 
-
 # The four data counters of the port are in words of 4 bytes and are stored in bytes. Ports with
 # extended counters have 64 bits there, others stop at 32: `sticky32` is right for both, since a
 # counter that goes on passes that one value.
@@ -258,11 +244,8 @@ INFINIBAND = _counters(
     ("port_index", "key", "running number; name in header and events"),
     ("transmit_bytes", "sticky32x4", "port_xmit_data x 4"),
     ("receive_bytes", "sticky32x4", "port_rcv_data x 4"),
-    (
-        "transmit_wait_count",
-        "sticky32",
-        "port_xmit_wait: ticks without credit, of the adapter's own",
-    ),
+    ("transmit_wait_count", "sticky32",
+     "port_xmit_wait: ticks without credit, of the adapter's own"),
     ("ecn_marked_count", "counter32", "RoCE packets received ECN-marked"),
     ("cnp_sent_count", "counter32", "congestion notifications sent"),
     ("cnp_handled_count", "counter32", "... received, sender slowed down"),
@@ -277,7 +260,7 @@ INFINIBAND = _counters(
     ("adaptive_retransmission_count", "counter32", "roce_adp_retrans"),
     ("slow_restart_count", "counter32", "roce_slow_restart"),
     ("retransmission_count", "counter32", "EFA: packets sent again"),
-)
+)  # fmt: skip
 
 INFINIBAND_HEALTH = _counters(
     "infiniband_health",
@@ -299,7 +282,6 @@ INFINIBAND_HEALTH = _counters(
     ("vl15_drop_count", "sticky16", "VL15_dropped: management packets"),
 )
 
-
 MEMORY_BANDWIDTH = _counters(
     "memory_bandwidth",
     ("domain", "key", "socket; the header names the source of its figures (resctrl, uncore)"),
@@ -309,7 +291,6 @@ MEMORY_BANDWIDTH = _counters(
     ("remote_bytes", "counter", "uncore: between sockets; resctrl: total - mbm_local_bytes"),
     ("counted_ratio", "gauge", "share of the time counted; below 1 all is scaled up"),
 )
-
 
 NUMA = _counters(
     "numa",
@@ -323,7 +304,6 @@ NUMA = _counters(
     ("other_page_count", "counter", "other_node: allocated here from another node"),
 )
 
-
 PLACEMENT = _counters(
     "placement",
     ("pid", "key", "process of a rank, without its children"),
@@ -335,7 +315,6 @@ PLACEMENT = _counters(
     ("sampled_page_count", "gauge", "pages in memory, of 512 that were drawn (move_pages)"),
     ("local_page_ratio", "gauge", "share of those on NUMA nodes of the allowed CPUs"),
 )
-
 
 PROCESS = _counters(
     "process",
@@ -354,13 +333,9 @@ PROCESS = _counters(
     ("major_page_fault_count", "counter", "stat majflt: from storage"),
     ("run_queue_wait_ns", "counter", "main thread's schedstat: able to run, no CPU free"),
     ("context_switch_count", "counter", "status of the main thread alone"),
-    (
-        "involuntary_context_switch_count",
-        "counter",
-        "those of them in which the kernel took the CPU away",
-    ),
-)
-
+    ("involuntary_context_switch_count", "counter",
+     "those of them in which the kernel took the CPU away"),
+)  # fmt: skip
 
 REMOTE_MEMORY = _counters(
     "remote_memory",
@@ -375,20 +350,7 @@ REMOTE_MEMORY = _counters(
     ("tlb_miss_count", "counter", "loads whose address the data TLB did not have, likewise"),
 )
 
-
 COUNTER_TABLES = (
-    HOST,
-    CGROUP,
-    PROCESS,
-    PLACEMENT,
-    GPU,
-    GPU_HEALTH,
-    DCGM,
-    INFINIBAND,
-    INFINIBAND_HEALTH,
-    ETHERNET,
-    FILESYSTEM,
-    NUMA,
-    MEMORY_BANDWIDTH,
-    REMOTE_MEMORY,
-)
+    HOST, CGROUP, PROCESS, PLACEMENT, GPU, GPU_HEALTH, DCGM, INFINIBAND, INFINIBAND_HEALTH,
+    ETHERNET, FILESYSTEM, NUMA, MEMORY_BANDWIDTH, REMOTE_MEMORY,
+)  # fmt: skip

@@ -344,7 +344,6 @@ _ETHER = "1"  # ARPHRD_ETHER, in /sys/class/net/*/type
 _REPRESENTOR = re.compile(r"(c\d+)?pf\d+([vs]f\d+|hpf)")  # a virtual function's end in the host
 _US = 1000
 
-
 # For each column patterns of the names of mlx5, bnxt_en and ice, in that order; the first that a
 # driver has count, and several of them are added up (a pause is of one priority, or of all).
 # Source: kernel Documentation/networking/device_drivers/ethernet/mellanox/mlx5/counters.rst;

@@ -35,7 +35,6 @@ SAMPLERS = (
     RemoteMemorySampler,
 )  # fmt: skip
 
-
 _NOTHING = "nothing of this source is here"
 
 

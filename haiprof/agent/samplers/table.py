@@ -160,7 +160,6 @@ class MissingLog:
 
 _I64_MAX = (1 << 63) - 1
 
-
 _FAILURES = (Unavailable, OSError, ValueError, IndexError, KeyError)
 
 
