@@ -28,11 +28,10 @@ from haiprof.linux.processes import ProcessTree
 from haiprof.linux.procfs import process_exists, process_state, still_runs, strings, variables
 from haiprof.run_format import control
 from haiprof.run_format.boot import BOOT_FOLDER
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.reader import read_records, try_read_json, try_read_lines
 from haiprof.run_format.ring import NEVER, RING_BYTES, RING_CAPACITY, read_ring
-from haiprof.run_format.schema import PHASES, SCHEMA_VERSION, TAG_BITS
+from haiprof.run_format.schema import PHASES, SCHEMA_VERSION, TAG_BITS, ClockAnchor
 from haiprof.run_format.secrets import mask_command
 from haiprof.run_format.writer import add_records, append_line, note_line, write_json
 

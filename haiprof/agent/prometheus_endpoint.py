@@ -24,8 +24,7 @@ from haiprof.linux.readings import Clock
 from haiprof.run_format.entities import ranks_by_key
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.otel_names import Family, Sample, families, instruments, series_labels
-from haiprof.run_format.rates import is_known
-from haiprof.run_format.schema import counter_end
+from haiprof.run_format.schema import counter_end, is_known
 from haiprof.run_format.writer import note_line
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from typing import Any
 from haiprof.base.options import ENV_FLIGHT_DUMPS, ENV_FLIGHT_SIZES
 from haiprof.base.safe_files import write_file
 from haiprof.in_job.identity import has_process_group
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RankPaths
-from haiprof.run_format.schema import HEARTBEAT, NULL_I64, SCHEMA_VERSION
+from haiprof.run_format.schema import HEARTBEAT, NULL_I64, SCHEMA_VERSION, ClockAnchor
 from haiprof.run_format.writer import RecordWriter
 
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")

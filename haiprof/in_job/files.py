@@ -12,9 +12,8 @@ from typing import Any
 from haiprof.base.safe_files import write_file
 from haiprof.in_job.collectives import FlightRecorder
 from haiprof.in_job.identity import claim_folder, environment_line, rank_and_world, report_in
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.schema import DEVICE, PHASES
+from haiprof.run_format.schema import DEVICE, PHASES, ClockAnchor
 from haiprof.run_format.writer import LineWriter, RecordWriter
 
 _COMPILATIONS = ("_compile.compile_inner", "_compile.<locals>.compile_inner")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.base.safe_files import make_folder
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.environment import (
     LOCAL_RANK_VARIABLES,
     RANK_VARIABLES,
@@ -22,7 +21,7 @@ from haiprof.run_format.environment import (
     named_variables,
 )
 from haiprof.run_format.layout import RankPaths, RunPaths
-from haiprof.run_format.schema import SCHEMA_VERSION
+from haiprof.run_format.schema import SCHEMA_VERSION, ClockAnchor
 from haiprof.run_format.secrets import mask_command
 from haiprof.run_format.writer import write_json
 

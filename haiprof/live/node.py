@@ -42,12 +42,17 @@ from haiprof.linux.procfs import (
     user_id,
 )
 from haiprof.linux.readings import Clock, Unavailable
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.entities import Key
 from haiprof.run_format.layout import NodePaths, RunPaths
 from haiprof.run_format.node_history import FILES_PER_TIER, TIERS, Tier, history_table, kept_columns
-from haiprof.run_format.rates import NS_OF_EVENTS, growth, is_known
-from haiprof.run_format.schema import Table, counter_end
+from haiprof.run_format.schema import (
+    NS_OF_EVENTS,
+    ClockAnchor,
+    Table,
+    counter_end,
+    growth,
+    is_known,
+)
 from haiprof.run_format.secrets import mask_command
 from haiprof.run_format.tables import COUNTER_TABLES
 from haiprof.run_format.writer import RecordWriter, note_line

@@ -28,8 +28,8 @@ from haiprof.run_analysis.run_files import (
 from haiprof.run_format import schema
 from haiprof.run_format.entities import Key, entities_by_key, entity_name, ranks_by_key
 from haiprof.run_format.folded import read_folded_records, read_of_one_folding
-from haiprof.run_format.rates import NS_OF_EVENTS, rate_of
 from haiprof.run_format.reader import RecordFile
+from haiprof.run_format.schema import NS_OF_EVENTS, rate_of
 from haiprof.run_format.tables import COUNTER_TABLES
 from haiprof.trace_format.frame_columns import Columns, types_of
 

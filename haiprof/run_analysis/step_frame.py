@@ -29,10 +29,10 @@ from haiprof.run_analysis.steps import (
     segment,
 )
 from haiprof.run_format import schema
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.folded import read_of_one_folding
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.reader import RecordFile
+from haiprof.run_format.schema import ClockAnchor
 from haiprof.trace_format.frame_columns import Columns, types_of
 
 
@@ -104,7 +104,6 @@ def device_ns(records: Mapping[str, npt.NDArray[Any]], found: Segmentation) -> F
 
 
 _EVENTS = kind_table(schema.GC, schema.SAVE)
-
 
 BusyTimes = tuple[Ints, Ints]
 """Begin and end of times in which a device had work queued for certain, on the clock of spans: from

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from haiprof.base.units import NS_PER_S
-from haiprof.run_format.rates import rate_of
-from haiprof.run_format.schema import Column, Table
+from haiprof.run_format.schema import Column, Table, rate_of
 
 _HOUR_NS = 3600 * NS_PER_S
 

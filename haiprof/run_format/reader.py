@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from haiprof.base.errors import RunFormatError, convert_os_errors
-from haiprof.run_format.clock import ClockAnchor
-from haiprof.run_format.schema import FORMAT_NAME, SCHEMA_VERSION
+from haiprof.run_format.schema import FORMAT_NAME, SCHEMA_VERSION, ClockAnchor
 
 _HEADER_LIMIT_BYTES = 1 << 20
 _TYPE_BYTES = {"i64": 8, "f64": 8, "f32": 4, "u32": 4}

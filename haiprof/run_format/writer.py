@@ -12,9 +12,8 @@ from pathlib import Path
 
 from haiprof.base.descriptors import OwnFile
 from haiprof.base.safe_files import create_file, open_to_append, write_file
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.reader import read_records
-from haiprof.run_format.schema import FORMAT_NAME, SCHEMA_VERSION, Table
+from haiprof.run_format.schema import FORMAT_NAME, SCHEMA_VERSION, ClockAnchor, Table
 
 _HEADER_ALIGN_BYTES = 64
 _DEPTH = 2

@@ -36,10 +36,10 @@ from haiprof.base.safe_files import (
 from haiprof.cli.app import run_command
 from haiprof.compat.tensorboard import open_layout
 from haiprof.run_format import schema
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.control import new_request, post_request
 from haiprof.run_format.kept_answers import keep_answer, read_answer
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.schema import ClockAnchor
 from haiprof.run_format.writer import LineWriter, RecordWriter, write_json
 from haiprof.show.scalars import write_scalars
 from haiprof.trace_analysis.report_cache import cached_answers

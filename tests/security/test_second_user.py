@@ -30,10 +30,9 @@ from haiprof.live.attach import write_payload
 from haiprof.live.external_sampling import training_processes
 from haiprof.live.find import find_job, running_jobs
 from haiprof.run_format.boot import BOOT_FOLDER, boot_entries
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.control import new_request, post_request
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.schema import PHASES
+from haiprof.run_format.schema import PHASES, ClockAnchor
 from haiprof.run_format.writer import LineWriter, RecordWriter, write_json
 from tests.security.second_user import CODE, GID, UID, Place, as_second_user, environment, fill_run
 

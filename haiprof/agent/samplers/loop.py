@@ -18,9 +18,9 @@ from haiprof.base.safe_files import make_folder
 from haiprof.base.units import NS_PER_S
 from haiprof.linux.procfs import SuspendWatch, boot_ns
 from haiprof.linux.readings import Clock
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.entities import Key, entities_by_key
 from haiprof.run_format.layout import NodePaths, RunPaths
+from haiprof.run_format.schema import ClockAnchor
 from haiprof.run_format.writer import LineWriter, RecordWriter
 
 MAX_FACTOR = 16

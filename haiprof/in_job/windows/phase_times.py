@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.phase_ranges import KEY, LIMIT, PhaseRange, pack_ranges
-from haiprof.run_format.schema import BACKWARD, FORWARD, FORWARD_EVAL
+from haiprof.run_format.schema import BACKWARD, FORWARD, FORWARD_EVAL, ClockAnchor
 
 _NAMES = {FORWARD: "forward", FORWARD_EVAL: "forward", BACKWARD: "backward"}
 

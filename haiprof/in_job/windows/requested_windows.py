@@ -23,9 +23,9 @@ from haiprof.in_job.windows.phase_times import PhaseTimes
 from haiprof.in_job.windows.profiler_session import ProfilerOptions, Session, fits
 from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, PlannedWindow, StepTimes
 from haiprof.in_job.windows.user_profilers import Guard
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.control import OVER
 from haiprof.run_format.layout import ET_RAW_SUFFIX, RAW_SUFFIX, SIDECAR_SUFFIX, RunPaths
+from haiprof.run_format.schema import ClockAnchor
 from haiprof.run_format.writer import write_json
 
 SPARE_BYTES = 64_000_000

@@ -25,9 +25,8 @@ from haiprof.agent.samplers.table import CounterState, Missing, MissingLog, Tabl
 from haiprof.base.errors import MissingExtraError, UsageError
 from haiprof.base.options import Options
 from haiprof.launch.run import _check_extras
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.schema import NULL_I64, Table
+from haiprof.run_format.schema import NULL_I64, ClockAnchor, Table
 from haiprof.run_format.tables import GPU, PROCESS
 from tests.process.live import within
 from tests.unit.analysis.recorded import row_of

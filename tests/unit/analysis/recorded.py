@@ -11,9 +11,9 @@ import numpy as np
 
 from haiprof.run_analysis.nesting import Spans
 from haiprof.run_format import schema
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
+from haiprof.run_format.schema import ClockAnchor
 from haiprof.run_format.writer import LineWriter, RecordWriter
 
 CLOCK = ClockAnchor(1_700_000_000_000_000_000, 1_000)

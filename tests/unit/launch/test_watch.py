@@ -15,7 +15,6 @@ from haiprof.base.trace_options import HangLimit
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.linux.processes import Process
 from haiprof.linux.procfs import TICK_NS
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.schema import (
     BACKWARD,
@@ -28,6 +27,7 @@ from haiprof.run_format.schema import (
     PHASES,
     SAVE,
     TAG_BITS,
+    ClockAnchor,
 )
 from haiprof.run_format.writer import LineWriter, RecordWriter
 from tests.sampling import variants

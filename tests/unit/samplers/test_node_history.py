@@ -22,12 +22,10 @@ from haiprof.linux.readings import Entity, Reading
 from haiprof.live.node import NodeHistory
 from haiprof.run_analysis.counters import _growth as growth_of_all
 from haiprof.run_analysis.node_history import read_history
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import NodePaths, RunPaths
 from haiprof.run_format.node_history import TIERS, Tier, history_table
-from haiprof.run_format.rates import growth
 from haiprof.run_format.reader import read_records
-from haiprof.run_format.schema import NULL_I64, counter_end
+from haiprof.run_format.schema import NULL_I64, ClockAnchor, counter_end, growth
 from haiprof.run_format.tables import NUMA
 
 START_NS = 1_800_000_000 * NS_PER_S + 123_456_789

@@ -16,7 +16,6 @@ import haiprof
 from haiprof.agent.trace_finisher import finish_parts
 from haiprof.base.errors import MissingDataError, TraceFormatError
 from haiprof.in_job.windows.phase_times import PhaseTimes
-from haiprof.run_format.clock import ClockAnchor
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.phase_ranges import (
@@ -27,7 +26,7 @@ from haiprof.run_format.phase_ranges import (
     pack_ranges,
     parse_ranges,
 )
-from haiprof.run_format.schema import BACKWARD, DATA, FORWARD, FORWARD_EVAL
+from haiprof.run_format.schema import BACKWARD, DATA, FORWARD, FORWARD_EVAL, ClockAnchor
 from haiprof.run_format.writer import LineWriter
 from haiprof.trace_analysis.report import standard_report
 from haiprof.trace_format.find import trace_files, window_files
