@@ -56,9 +56,10 @@ _SIZES = ("MemTotal:", "MemAvailable:", "MemFree:", "Cached:", "Shmem:", "Dirty:
           "SwapTotal:", "SwapFree:", "Hugepagesize:")  # fmt: skip
 _HUGE_PAGES = ("HugePages_Total:", "HugePages_Free:")
 PAGING_COLUMNS = HOST.names("page_fault_count", "swap_out_bytes")
-_PAGING = {"pgfault ": 1, "pgmajfault ": 1, "oom_kill ": 1, "compact_stall ": 1,
-           "numa_hint_faults ": 1, "numa_pages_migrated ": 1, "pswpin ": PAGE_BYTES,
-           "pswpout ": PAGE_BYTES}  # fmt: skip
+PAGING = {"pgfault ": 1, "pgmajfault ": 1, "oom_kill ": 1, "compact_stall ": 1,
+          "numa_hint_faults ": 1, "numa_pages_migrated ": 1, "pswpin ": PAGE_BYTES,
+          "pswpout ": PAGE_BYTES}  # fmt: skip
+"""Lines of /proc/vmstat and their units: counts since boot, pages as bytes."""
 
 
 def parse_memory_sizes() -> Callable[[bytes], Values]:
@@ -75,10 +76,6 @@ def parse_memory_sizes() -> Callable[[bytes], Values]:
 
     return parse
 
-
-def parse_paging() -> NamedNumbers:
-    """A parser of /proc/vmstat into PAGING_COLUMNS: counts since boot, pages as bytes."""
-    return NamedNumbers(tuple(_PAGING), tuple(_PAGING.values()))
 
 
 def pressure_reading(path: Path, resource: str, *, lacking: str, full: bool = True) -> Reading:

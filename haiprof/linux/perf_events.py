@@ -79,22 +79,6 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-class Share:
-    """The smallest share of the time with counters on the hardware, since the last call."""
-
-    def __init__(self) -> None:
-        self._least: float | None = None
-
-    def note(self, enabled_ns: int, running_ns: int) -> None:
-        """Takes an interval of one counter."""
-        share = min(1.0, running_ns / enabled_ns)
-        self._least = share if self._least is None else min(self._least, share)
-
-    def take(self) -> float:
-        """Ratio; 1 also where nothing was to be counted."""
-        least, self._least = self._least, None
-        return 1.0 if least is None else least
-
 
 @dataclass(slots=True)
 class ScaledSum:
@@ -102,7 +86,7 @@ class ScaledSum:
 
     kernel: Kernel
     event: Event
-    share: Share
+    shares: list[float]  # of each interval in which a counter was on the hardware
     unit: Fraction = Fraction(1)  # what one count stands for, such as 64 bytes
     _last: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the last record by descriptor
     _total: int = 0
@@ -127,7 +111,7 @@ class ScaledSum:
                 remedy = "end other users of perf counters"
                 raise Unavailable(f"{self.event.name}: {reason}", remedy=remedy)
             if enabled > 0:
-                self.share.note(enabled, running)
+                self.shares.append(min(1.0, running / enabled))
             self._total += count * enabled // running if running < enabled else count
             self._last[fd] = now
         return int(self._total * self.unit)
@@ -143,8 +127,8 @@ class Counters:
     """Open counters of one thing by column, or why there are none of a column."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.share = Share()
         self._kernel = kernel
+        self._shares: list[float] = []
         self._columns: dict[str, list[ScaledSum] | Unavailable] = {}
 
     def open(self, column: str, event: Event, unit: Fraction, *, pids: Iterable[int],
@@ -152,7 +136,7 @@ class Counters:
         """Adds an event to a column; raises OSError as perf_event_open(2) says."""
         known = self._columns.setdefault(column, [])
         assert isinstance(known, list), "a refused column has no counters"
-        known.append(ScaledSum(self._kernel, event, self.share, unit))
+        known.append(ScaledSum(self._kernel, event, self._shares, unit))
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 known[-1].open(pid=pid, cpu=cpu)
@@ -169,6 +153,12 @@ class Counters:
             else _read_sum(each, origins.get(column, column))
             for column, each in self._columns.items()
         }  # fmt: skip
+
+    def take_share(self) -> float:
+        """The smallest share of the time with a counter on the hardware, since the last call."""
+        least = min(self._shares, default=1.0)
+        self._shares.clear()
+        return least
 
     def close(self) -> None:
         """Ends the counting."""

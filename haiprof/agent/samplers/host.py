@@ -22,6 +22,7 @@ from haiprof.linux.cgroups import (
 )
 from haiprof.linux.procfs import TICK_NS, ProcFile, file_reading, inode, last_number, list_names
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value
+from haiprof.run_format.schema import CounterEnd, growth
 from haiprof.run_format.tables import CGROUP, HOST, NUMA
 
 
@@ -29,7 +30,7 @@ class SummedCounters:
     """The sum of each counter over all devices."""
 
     def __init__(self, bits: Sequence[int]) -> None:
-        self._ranges = [1 << width for width in bits]
+        self._ends = [CounterEnd(width, sticks=False) for width in bits]
         self._last: Mapping[bytes, Sequence[int]] = {}
         self._totals: list[int] | None = None
 
@@ -40,30 +41,19 @@ class SummedCounters:
         last, self._last = self._last, counts
         if self._totals is None:
             columns = zip(*counts.values(), strict=True)
-            self._totals = [sum(column) for column in columns] or [0] * len(self._ranges)
+            self._totals = [sum(column) for column in columns] or [0] * len(self._ends)
             return tuple(self._totals)
         set_back = []
-        for name, values in counts.items():
-            if name in last and not self._grow(self._totals, values, last[name]):
+        for name in counts.keys() & last.keys():
+            grown = list(map(growth, last[name], counts[name], self._ends))
+            if None in grown:
                 set_back.append(name.decode(errors="replace"))
+            else:
+                self._totals = [total + int(by or 0)
+                                for total, by in zip(self._totals, grown, strict=True)]  # fmt: skip
         if set_back:
-            raise Unavailable(f"the counters of {', '.join(set_back)} were set back")
+            raise Unavailable(f"the counters of {', '.join(sorted(set_back))} were set back")
         return tuple(self._totals)
-
-    def _grow(self, totals: list[int], values: Sequence[int], last: Sequence[int]) -> bool:
-        """Adds the growth of one device, unless one of its counters was reset."""
-        # A counter that decreases has wrapped if it grew by less than half its range; otherwise it
-        # was reset (serial number arithmetic, RFC 1982). Those of 64 bits never wrap.
-        growths = []
-        for value, before, whole in zip(values, last, self._ranges, strict=True):
-            growth = value - before
-            if growth < 0 and whole < 1 << 64:
-                growth = growth + whole if growth + whole < whole >> 1 else -1
-            growths.append(growth)
-        is_growth = min(growths) >= 0
-        if is_growth:
-            totals[:] = map(sum, zip(totals, growths, strict=True))
-        return is_growth
 
 
 CPU_COLUMNS = HOST.names("cpu_user_ns", "task_blocked_count")
@@ -96,7 +86,6 @@ class CpuTimes:
 
 
 _COUNTS = (b"\nctxt ", b"\nprocs_running ", b"\nprocs_blocked ")
-
 
 DISK_COLUMNS = HOST.names("disk_read_bytes", "disk_count")
 _FIELDS = (5, 9, 3, 7, 12)  # sectors read, written, reads, writes, ms busy
@@ -293,8 +282,8 @@ class _Energy:
             raise Unavailable(reason, lasting=True)
         for path, column, whole in self._zones:
             value = int(path.read_text())
-            growth = value - self._last.get(path, 0)
-            self._totals[column] += growth if growth >= 0 else growth + whole
+            grown = value - self._last.get(path, 0)
+            self._totals[column] += grown if grown >= 0 else grown + whole
             self._last[path] = value
         has_memory = any(column for _, column, _ in self._zones)
         memory = self._totals[1] * _UJ if has_memory else Unavailable("no zone of memory here")
@@ -333,7 +322,8 @@ class HostSampler(TableSampler):
         files: Sequence[tuple[str, Sequence[str], Callable[[bytes], Sequence[Value]], str]] = (
             ("stat", CPU_COLUMNS, CpuTimes(), _OLD_KERNEL),
             ("meminfo", memory.MEMORY_COLUMNS, memory.parse_memory_sizes(), "no such line in it"),
-            ("vmstat", memory.PAGING_COLUMNS, memory.parse_paging(), _OLD_KERNEL),
+            ("vmstat", memory.PAGING_COLUMNS,
+             memory.NamedNumbers(tuple(memory.PAGING), tuple(memory.PAGING.values())), _OLD_KERNEL),
             ("diskstats", DISK_COLUMNS, DiskTotals(self.root), "no whole disk in it"),
             ("net/dev", NETWORK_COLUMNS, NetworkTotals(self.root), "no interface beyond lo in it"),
             ("net/snmp", TCP_COLUMNS, ProtocolNumbers("Tcp", TCP_FIELDS), _OLD_KERNEL),

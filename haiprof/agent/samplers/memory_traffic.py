@@ -293,7 +293,7 @@ def _socket_entity(socket: int, counters: Counters, origins: Mapping[str, str]) 
             known = [part for part in parts if not isinstance(part, Unavailable)]
             refused = [part for part in parts if isinstance(part, Unavailable)]
             values[TOTAL] = refused[0] if refused else sum(known)
-        return (*values.values(), counters.share.take())
+        return (*values.values(), counters.take_share())
 
     reading = Reading(
         columns=(READ, WRITE, TOTAL, REMOTE, "counted_ratio"), read=read, close=counters.close,
@@ -496,7 +496,7 @@ class RankCounters:
         nothing = values.get(LOCAL_FILLS) == 0  # nobody runs so much without a byte from memory
         if self.virtual and isinstance(done, int) and done > _MANY and nothing:
             values |= {LOCAL_FILLS: _FILTERED, REMOTE_FILLS: _FILTERED}
-        return (*values.values(), counters.share.take())
+        return (*values.values(), counters.take_share())
 
     def close(self) -> None:
         """Ends the counting."""

@@ -218,7 +218,7 @@ bits = {"user": perf.EXCLUDE_KERNEL, "kernel": 0}
 for name, bit, pid, cpu in (("user", bits["user"], 0, -1), ("cpu", bits["kernel"], -1, 0)):
     event = perf.Event(name=name, type=perf.TYPE_SOFTWARE, config=1, bits=bit)
     try:
-        perf.ScaledSum(perf.Kernel(), event, perf.Share()).open(pid=pid, cpu=cpu)
+        perf.ScaledSum(perf.Kernel(), event, []).open(pid=pid, cpu=cpu)
         print(name, "available")
     except OSError as error:
         why = perf.refusal(error, event, Path("/"), allowing=0, virtual="")

@@ -19,7 +19,6 @@ from haiprof.linux.perf_events import (
     Event,
     Kernel,
     ScaledSum,
-    Share,
     paranoid,
     refusal,
 )
@@ -43,29 +42,29 @@ def tree(tmp_path: Path) -> FakeTree:
 
 
 def counter(
-    perf: Kernel, share: Share | None = None, *, event: Event = RAW, pid: int = 10
+    perf: Kernel, shares: list[float] | None = None, *, event: Event = RAW, pid: int = 10
 ) -> ScaledSum:
-    counted = ScaledSum(perf, event, share or Share())
+    counted = ScaledSum(perf, event, [] if shares is None else shares)
     counted.open(pid=pid, cpu=-1)
     return counted
 
 
 def test_counter_that_always_ran_is_exact(tree: FakeTree) -> None:
-    perf, share = FakePerf(tree), Share()
-    counted = counter(perf, share)
+    perf, shares = FakePerf(tree), list[float]()
+    counted = counter(perf, shares)
     assert counted.read() == 0
     perf.runs(10, 7, 12345)
     perf.runs(11, 7, 99)
-    assert (counted.read(), share.take()) == (12345, 1.0)
+    assert (counted.read(), shares) == (12345, [1.0])
 
 
 def test_counter_that_took_turns_is_scaled_per_interval_and_says_so(tree: FakeTree) -> None:
-    perf, share = FakePerf(tree), Share()
-    counted = counter(perf, share)
+    perf, shares = FakePerf(tree), list[float]()
+    counted = counter(perf, shares)
     perf.runs(10, 7, 1000, share=0.25)
-    assert (counted.read(), share.take()) == (1000, 0.25)
+    assert (counted.read(), shares) == (1000, [0.25])
     perf.runs(10, 7, 8000)
-    assert (counted.read(), share.take()) == (9000, 1.0)
+    assert (counted.read(), shares) == (9000, [0.25, 1.0])
 
 
 def test_counter_never_goes_back_when_its_share_of_the_hardware_grows(tree: FakeTree) -> None:
@@ -92,13 +91,13 @@ def test_counter_without_hardware_is_missing_and_catches_up(tree: FakeTree) -> N
 
 
 def test_sum_scales_each_counter_and_converts_to_bytes(tree: FakeTree) -> None:
-    perf, share = FakePerf(tree), Share()
-    summed = ScaledSum(perf, RAW, share, Fraction(64, 9))
+    perf, shares = FakePerf(tree), list[float]()
+    summed = ScaledSum(perf, RAW, shares, Fraction(64, 9))
     for thread in (10, 11):
         summed.open(pid=thread, cpu=-1)
     perf.runs(10, 7, 10)
     perf.runs(11, 7, 8, share=0.5)
-    assert (summed.read(), share.take()) == (128, 0.5)
+    assert (summed.read(), min(shares)) == (128, 0.5)
     summed.close()
     assert perf.events == {}
 
