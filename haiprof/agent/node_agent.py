@@ -24,7 +24,7 @@ from haiprof.base.options import Options
 from haiprof.base.safe_files import make_folder, remove_file
 from haiprof.base.units import shorten
 from haiprof.linux import procfs
-from haiprof.linux.processes import ProcessTree
+from haiprof.linux.processes import Process, ProcessTree, ranks_below
 from haiprof.linux.procfs import process_exists, process_state, still_runs, strings, variables
 from haiprof.run_format import control
 from haiprof.run_format.boot import BOOT_FOLDER
@@ -38,7 +38,6 @@ from haiprof.run_format.writer import add_records, append_line, note_line, write
 if TYPE_CHECKING:
     from haiprof.agent.prometheus_endpoint import Scrape
     from haiprof.agent.reach import Controller, Uplink
-    from haiprof.linux.processes import Process
 
 _F_GET_SEALS = 1034  # of <linux/fcntl.h>; the module has it from Python 3.13 on
 _SEALS = 0x0002 | 0x0004  # against shrinking and growing
@@ -419,8 +418,7 @@ def find_unreported(
     # labelled as a rank in their environment. Not listed are: processes that could load the hook
     # (they have not trained yet), what runs below one that reported in (DataLoader workers) or
     # below a listed one (its forks), and launchers of ranks that reported in or are labelled.
-    tree = ProcessTree(root)
-    tree.refresh()
+    tree = ProcessTree(root).refresh()
 
     def visit(pid: int) -> tuple[int, list[Unreported]]:
         """What is at or below a process: nothing, a label, a report; and the findings there."""
@@ -507,27 +505,27 @@ class Agent:
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _scrape: Scrape | None = None
-    _relay: Relay | None = None
     _reach_at: float | None = None
     _scan_at: float = 0.0
     _scan_gap_s: float = FIRST_SCAN_S
     _started_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._relay = Relay(self.run, self.host)
 
     def start(self) -> None:
         """Starts sampling, unless another launcher on this node already does."""
         self.elected = self._elect()
         if not self.elected:
             return
-        relay = Relay(self.run, self.host)
         try:
-            relay.start()
+            self._relay.start()
         except OSError as error:
             line = {"type": "control", "state": "unavailable", "reason": str(error)}
             append_line(self.run.node(self.host).events, line)
         else:
-            self._relay = relay
             if self.options.reach:
-                self._reach(relay)
+                self._reach()
         loop = SamplingLoop(self.run, self.host, self.options)
 
         def sample() -> None:
@@ -544,25 +542,20 @@ class Agent:
 
     def serve(self) -> None:
         """Relays requests to the ranks and their replies back while the job runs."""
-        if self._relay is None:
-            return
         if self._reach_at is not None and time.monotonic() >= self._reach_at:
-            self._reach(self._relay)
+            self._reach()
         self._relay.tick()
 
     def live_ranks(self) -> list[LiveRank]:
         """The ranks of this node that can be asked."""
-        return [] if self._relay is None else self._relay.live_ranks()
+        return self._relay.live_ranks()
 
     def ask_steps(self, pids: Collection[int]) -> None:
         """Asks processes of ranks how many optimizer steps there were; see `Relay.ask_steps`."""
-        if self._relay is not None:
-            self._relay.ask_steps(pids)
+        self._relay.ask_steps(pids)
 
     def starting(self) -> list[Process]:
         """Processes that have loaded torch and haiprof's hook, and have not begun to train."""
-        from haiprof.linux.processes import ranks_below
-
         if "phases" not in self.options.recorder or self.job_pid is None:
             return []  # nobody reports in
         known = self._reported_pids() | self.unreported.keys()
@@ -579,7 +572,7 @@ class Agent:
         ended = {pid: p for pid, p in self.unreported.items() if not process_exists(pid)}
         self.unreported = {**ended, **{process.pid: process for process in found}}
 
-    def _reach(self, relay: Relay) -> None:
+    def _reach(self) -> None:
         """Joins the agents of nodes that do not share this run directory, now or later."""
         from haiprof.agent.reach import Controller, join
 
@@ -596,9 +589,9 @@ class Agent:
                 print_message(said)
             return
         if isinstance(end, Controller):
-            relay.controller = end
+            self._relay.controller = end
         else:
-            relay.uplink = end
+            self._relay.uplink = end
 
     def recording_is_over(self) -> bool:
         """Whether the time is up in some rank, and every other one has ended or is gone."""
@@ -614,9 +607,7 @@ class Agent:
     def close(self) -> None:
         """Ends sampling, and listening to the ranks."""
         self.stop()
-        if self._relay is not None:
-            self._relay.stop()
-            self._relay = None
+        self._relay.stop()
 
     def stop(self) -> None:
         """Ends sampling."""

@@ -1,4 +1,4 @@
-"""How each process of the job on this node ended, and what it printed into files."""
+"""How each process of the job ended, what it printed into files, and who else uses the cores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import select
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from haiprof.agent.node_agent import LiveRank
 from haiprof.linux import cgroups
 from haiprof.linux.processes import ProcessExit, ProcessTree, WatchedProcess
-from haiprof.linux.procfs import command_line, environment
+from haiprof.linux.procfs import command_line, environment, process_ids, read_stat, read_text
 from haiprof.run_format.environment import RANK_VARIABLES, find_number
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.secrets import mask_text
@@ -559,19 +560,68 @@ def note_launcher_gone(run: RunPaths, host: str) -> None:
 def _limit(place: cgroups.Cgroup) -> float | None:
     """The tightest limit of a control group and those above it; None where there is none."""
     limit = cgroups.tightest_limit(cgroups.MEMORY_LIMIT, place)
-    try:
+    with contextlib.closing(limit), contextlib.suppress(OSError, ValueError):
         return limit.read()
-    except (OSError, ValueError):
-        return None
-    finally:
-        limit.close()
+    return None
 
 
 def _shared_memory() -> dict[str, int] | None:
     """How full /dev/shm is; None where it is not there."""
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    total, free = found.f_blocks * found.f_frsize, found.f_bfree * found.f_frsize
-    return {"used_bytes": total - free, "total_bytes": total}
+    with contextlib.suppress(OSError):
+        total, used, _ = shutil.disk_usage("/dev/shm")
+        return {"used_bytes": used, "total_bytes": total}
+    return None
+
+
+_FIRST_S, _LONGEST_S = 5.0, 60.0
+"""The first look at others; each later one waits twice as long as the one before, 60 s at most."""
+_LEAST_CORES, _MOST_NAMED = 0.1, 4
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class OtherProcesses:
+    """Notes names and cores of the busiest processes of the node that are not the job's.
+
+    A look reads a file for each process of the node: 25 us each, less than 0.01 % of a core.
+    """
+
+    def __init__(
+        self, run: RunPaths, host: str, job_pid: int, *, root: Path = Path("/"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._events, self._root, self._clock = run.node(host).events, root, clock
+        self._own = os.getpid(), job_pid
+        self._tree = ProcessTree(root)
+        self._wait_s = _FIRST_S / 2
+        self._looked_s: float | None = None
+        self._ticks: dict[tuple[int, bytes], int] = {}
+        """CPU time by process and when it started."""
+
+    def tick(self, ranks: Iterable[LiveRank]) -> None:
+        """Looks, where it is time to."""
+        now = self._clock()
+        if self._looked_s is not None and now - self._looked_s < self._wait_s:
+            return
+        before, elapsed_s = self._ticks, now - (self._looked_s or now)
+        self._tree.refresh()
+        own = {pid for each in (*self._own, *(rank.pid for rank in ranks))  # torchrun's, a rank's
+               for pid in self._tree.below(each)}  # fmt: skip
+        self._ticks = {(pid, fields[19]): int(fields[11]) + int(fields[12])
+                       for pid in process_ids(self._root / "proc")
+                       if pid not in own and (fields := read_stat(self._root, pid))}  # fmt: skip
+        self._looked_s, self._wait_s = now, min(2 * self._wait_s, _LONGEST_S)
+        if not before:
+            return
+        cores = {pid: (ticks - before.get((pid, started), 0)) / _TICKS_PER_S / elapsed_s
+                 for (pid, started), ticks in self._ticks.items()}  # fmt: skip
+        busiest = sorted(cores, key=lambda pid: -cores[pid])[:_MOST_NAMED]
+        named = [
+            {"pid": pid, "name": name.strip(), "cores": round(cores[pid], 3)}
+            for pid in busiest
+            if cores[pid] >= _LEAST_CORES
+            and (name := read_text(self._root / f"proc/{pid}/comm")) is not None
+        ]
+        note_line(self._events, {
+            "type": "other_processes", "time_ns": time.monotonic_ns(),
+            "elapsed_ns": round(elapsed_s * 1e9), "processes": named,
+        })  # fmt: skip

@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from haiprof.agent import process_ends
 from haiprof.agent.job_environment import Surroundings
 from haiprof.agent.node_agent import Agent
 from haiprof.agent.notifications import Notifier, send_death
-from haiprof.agent.other_processes import OtherProcesses
-from haiprof.agent.process_ends import ProcessEnds, note_job_end, note_launcher_gone, note_signal
 from haiprof.agent.reactions import Reactor
 from haiprof.agent.step_watch import Watch
 from haiprof.agent.trace_finisher import Finisher, RunFolder
@@ -67,8 +66,8 @@ class Job:
     _surroundings: Surroundings | None = None
     _kineto: KinetoAgent | None = None
     _reactor: Reactor | None = None
-    _ends: ProcessEnds | None = None
-    _others: OtherProcesses | None = None
+    _ends: process_ends.ProcessEnds | None = None
+    _others: process_ends.OtherProcesses | None = None
     _notifier: Notifier | None = None
     _trainjob: TrainJobStatus | None = None
     _death_is_sent: bool = False
@@ -113,9 +112,8 @@ class Job:
         self.supervisor.forget_signals()
         if outcome is not None:  # of this launcher's own child: others know of theirs
             status = None if outcome.signal is not None else outcome.status
-            self._guard(partial(
-                note_job_end, self.run, self._host, pid=pid, status=status, ended_by=outcome.signal
-            ))  # fmt: skip
+            self._guard(partial(process_ends.note_job_end, self.run, self._host, pid=pid,
+                                status=status, ended_by=outcome.signal))  # fmt: skip
         self._guard(self._stop_kineto)
         self._guard(self._stop_agent)
         self._guard(lambda: self._conclude(outcome))
@@ -139,14 +137,14 @@ class Job:
                 self._guard(self._tick)
             elif "arrived" in said:
                 self._guard(partial(
-                    note_signal, self.run, self._host, said, ask_slurm=self.created
+                    process_ends.note_signal, self.run, self._host, said, ask_slurm=self.created
                 ))  # fmt: skip
             elif "status" in said:
                 pulse.start()
                 return Outcome(said["status"], said["signal"])
             else:
                 pulse.start()
-        self._guard(partial(note_launcher_gone, self.run, self._host))
+        self._guard(partial(process_ends.note_launcher_gone, self.run, self._host))
         print_message(
             f"the launcher is gone; the job goes on as process {self.pid}, and is recorded"
         )
@@ -232,7 +230,7 @@ class Job:
             )  # fmt: skip
         if options.detail_h:
             self._folder = RunFolder(run, agent.host, options.detail_h, in_child=unblock)
-        self._others = OtherProcesses(run, agent.host, self.pid)
+        self._others = process_ends.OtherProcesses(run, agent.host, self.pid)
         if options.react != "off" or options.notify:
             watch = Watch(
                 options.slow_limit, options.hang_limit, record_s=options.time_s,
@@ -252,7 +250,7 @@ class Job:
                 if self._notifier is not None:
                     self._death_is_sent |= send_death(self._notifier, line)
 
-            self._ends = ProcessEnds(run, agent.host, self.pid, on_end=tell)
+            self._ends = process_ends.ProcessEnds(run, agent.host, self.pid, on_end=tell)
             self._ends.start()
 
     def _notify_end(self, outcome: Outcome | None) -> None:

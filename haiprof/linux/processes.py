@@ -107,8 +107,8 @@ class ProcessTree:
             seen.update(new)
         return found
 
-    def refresh(self) -> None:
-        """Reads which processes came and went; an unreadable /proc has none."""
+    def refresh(self) -> ProcessTree:
+        """Itself, once it has read which processes came and went; an unreadable /proc has none."""
         # A process's parent changes only when that parent ends, so it is read once per pid; a
         # refresh costs a listing of /proc. (`/proc/PID/task/TID/children` is per thread: for ranks
         # with hundreds of threads that is more files than there are processes, and many kernels are
@@ -119,7 +119,7 @@ class ProcessTree:
         alive = set(procfs.process_ids(self._root / "proc"))
         new = alive - self._parents.keys()
         if not new and len(alive) == len(self._parents):
-            return
+            return self
         self._parents = {pid: self._parents[pid] for pid in alive - new}
         for pid in new:
             parent = procfs.read_parent(self._root, pid)
@@ -128,6 +128,7 @@ class ProcessTree:
         self._children = {}
         for pid, parent in self._parents.items():
             self._children.setdefault(parent, []).append(pid)
+        return self
 
 
 _Counters = tuple[int, ...]  # CPU time, minor faults, major faults, and the four of io
@@ -157,9 +158,7 @@ class Family:
     def __init__(self, pid: int, start_ticks: int) -> None:
         self.pid = pid
         self.start_ticks = start_ticks
-        self._members: dict[
-            int, procfs.ProcessReading
-        ] = {}  # at the last update, parents before children
+        self._members: dict[int, procfs.ProcessReading] = {}  # parents before children
         self._pending: dict[int, procfs.ProcessReading] = {}  # gone, and no wait for them seen yet
         self._carried: _Counters = _ZERO  # of those that were never waited for
         self._highest: _Counters = _ZERO
@@ -289,15 +288,12 @@ def ranks_among(pids: Iterable[int], *, proc: Path = Path("/proc")) -> list[Proc
 
 def ranks_below(pid: int, *, proc: Path = Path("/proc")) -> list[Process]:
     """The ranks at or below a process, by rank."""
-    tree = ProcessTree(proc.parent)
-    tree.refresh()
-    return ranks_among(tree.below(pid), proc=proc)
+    return ranks_among(ProcessTree(proc.parent).refresh().below(pid), proc=proc)
 
 
 def jobs_below(pid: int, *, proc: Path = Path("/proc")) -> list[int]:
     """The uppermost launchers and processes with torch at or below a process, by pid."""
-    tree = ProcessTree(proc.parent)
-    tree.refresh()
+    tree = ProcessTree(proc.parent).refresh()
     found, left = [], [pid]
     for each in left:
         if is_launcher(procfs.command_line(each, proc=proc)) or _process(each, proc) is not None:

@@ -336,9 +336,7 @@ def _with_worker(run: RunPaths, state: RankState, spy: str | None, progress: Pro
     found = workers_last_at(attempts[-1]) if attempts else {}
     if not found and spy is not None and is_mine(state.pid):
         progress(f"looking at the DataLoader workers of rank {state.rank}")
-        tree = ProcessTree()
-        tree.refresh()
-        for pid in tree.children.get(state.pid, ())[:_WORKERS_LOOKED_AT]:
+        for pid in ProcessTree().refresh().children.get(state.pid, ())[:_WORKERS_LOOKED_AT]:
             stack = _run_spy(spy, pid)
             if not isinstance(stack, str) and any(_WORKER in file for file, _, _ in stack):
                 found[pid] = stack

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from haiprof.agent.node_agent import LiveRank
-from haiprof.agent.other_processes import OtherProcesses
+from haiprof.agent.process_ends import OtherProcesses
 from haiprof.run_format.layout import RunPaths
 from tests.fakes import FakeProcess, FakeTree
 
