@@ -78,11 +78,6 @@ class Handshake:
         return hmac.digest(self.key, MAGIC + label + nonces, "sha256")
 
 
-def new_nonce() -> bytes:
-    """A random number that no other connection uses."""
-    return secrets.token_bytes(NONCE_BYTES)
-
-
 LENGTH = struct.Struct("!I")
 SIGNATURE_BYTES = 32
 _STOP_S = 10.0
@@ -282,22 +277,18 @@ class Uplink(LoopThread):
                 if await self._talk():
                     pause_s = FIRST_PAUSE_S
                 self.error = "the controller has closed the connection"
-            except EOFError:
-                self.error = "the controller has closed the connection"
-            except NotProvenError as error:
+            except asyncio.TimeoutError:
+                self.error = "timed out"
+            except (OSError, EOFError, ValueError) as error:  # ValueError: no host has that name
                 self.error = str(error)
                 # Warns once: it may be another user's process, or the token of another job.
-                if not warned:
+                if isinstance(error, NotProvenError) and not warned:
                     warned = True
                     host, port = self._address
                     print_message(
                         f"--reach: {self.error} ({host}, port {port}); nothing was told to it; "
                         "trying again: until then requests do not reach this node"
                     )
-            except asyncio.TimeoutError:
-                self.error = "timed out"
-            except (OSError, ValueError) as error:  # ValueError: no host can have that name
-                self.error = str(error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
@@ -307,7 +298,7 @@ class Uplink(LoopThread):
         connecting = asyncio.open_connection(*self._address)
         reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
         try:
-            nonce = new_nonce()
+            nonce = secrets.token_bytes(NONCE_BYTES)
             writer.write(MAGIC + nonce)
             answer = await asyncio.wait_for(reader.readexactly(ANSWER_BYTES), PROOF_S)
             handshake = Handshake(
@@ -355,19 +346,12 @@ async def prove(
     if await reader.readexactly(len(MAGIC)) != MAGIC:
         raise ValueError("not an agent of this version")
     nonce = await reader.readexactly(NONCE_BYTES)
-    handshake = Handshake(key=key, agent_nonce=nonce, controller_nonce=new_nonce())
-    write(handshake.controller_nonce + handshake.proof(CONTROLLER))
+    own = secrets.token_bytes(NONCE_BYTES)
+    handshake = Handshake(key=key, agent_nonce=nonce, controller_nonce=own)
+    write(own + handshake.proof(CONTROLLER))
     if not handshake.is_proof(AGENT, await reader.readexactly(PROOF_BYTES)):
         raise ValueError("the tokens differ")
     return handshake
-
-
-@dataclass(frozen=True, slots=True)
-class _Stranger:
-    """A peer that has not proven itself yet."""
-
-    address: str
-    since_s: float
 
 
 class Controller(LoopThread):
@@ -377,7 +361,8 @@ class Controller(LoopThread):
         super().__init__("haiprof-controller")
         self.address: tuple[str, int] = (host, port)
         self._key = key
-        self._strangers: dict[asyncio.Task[None], _Stranger] = {}  # the oldest one first
+        self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
+        """Address of each peer that has not proven itself, and since when; the oldest one first."""
         self._agents: dict[asyncio.Task[None], Line] = {}
         self._budget = Budget(CONNECTIONS_PER_S)
         self._replies: deque[bytes] = deque()
@@ -457,8 +442,8 @@ class Controller(LoopThread):
         """Whether all places are taken by strangers that have only just connected."""
         if not self._strangers or len(self._strangers) < self._stranger_limit():
             return False
-        oldest = next(iter(self._strangers.values()))
-        return self._loop.time() - oldest.since_s < GRACE_S
+        _, since_s = next(iter(self._strangers.values()))
+        return self._loop.time() - since_s < GRACE_S
 
     def _stranger_limit(self) -> int:
         """Maximum number of strangers; 0 where agents have all connections."""
@@ -474,7 +459,7 @@ class Controller(LoopThread):
         self._make_room(address)
         accepted.setblocking(False)
         task = self._loop.create_task(self._talk(accepted))
-        self._strangers[task] = _Stranger(address, self._loop.time())
+        self._strangers[task] = address, self._loop.time()
         task.add_done_callback(self._end)
         task.add_done_callback(lambda _: accepted.close())  # it may end before it begins
 
@@ -483,12 +468,12 @@ class Controller(LoopThread):
         # Unauthenticated connections are few, short, and read a fixed length. Where there are too
         # many, the oldest one of the busiest address is closed: an agent proves itself within a
         # round trip.
-        count = Counter(stranger.address for stranger in self._strangers.values())
+        count = Counter(of for of, _ in self._strangers.values())
         if count[address] < MAX_STRANGERS_PER_ADDRESS:
             if len(self._strangers) < self._stranger_limit():
                 return
             address = count.most_common(1)[0][0]
-        self._end(next(t for t, each in self._strangers.items() if each.address == address))
+        self._end(next(task for task, (of, _) in self._strangers.items() if of == address))
 
     async def _talk(self, accepted: socket.socket) -> None:
         """A connection until it breaks, or the peer sends what it may not."""
@@ -550,7 +535,7 @@ def _is_ours(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
         except OSError as error:
-            if error.errno in _NOT_OURS:
-                return False
-            raise
+            if error.errno not in _NOT_OURS:
+                raise
+            return False
     return True

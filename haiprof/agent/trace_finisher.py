@@ -43,10 +43,6 @@ Note = Callable[[Mapping[str, object]], None]
 Pieces = Callable[[IO[bytes]], Iterator[bytes]]
 
 
-class _DamagedError(Exception):
-    """A part does not match its sidecar and is left raw."""
-
-
 def main(words: list[str]) -> int:
     """Finishes all parts of one host: `RUN HOST`, and `last` once its ranks have ended."""
     run, host = RunPaths(Path(words[0])), words[1]
@@ -97,7 +93,7 @@ def _finish(part: Part, note: Note) -> bool:
             "seconds": round(time.monotonic() - began_s, 3),
             "part": {key: value for key, value in sidecar.items() if key != KEY},
         }
-    except (OSError, RunFormatError, _DamagedError) as error:
+    except (OSError, RunFormatError) as error:
         where = {"stem": stem, "path": str(part.raw.relative_to(part.run.root))}
         note({"type": "trace_kept_raw", **where, "reason": _reason(error)})
         return False
@@ -159,7 +155,7 @@ def _compress(
     with os.fdopen(source, "rb", buffering=0) as file:
         size = os.fstat(source).st_size
         if type(expected) is int and expected != size:
-            raise _DamagedError(f"{size} bytes, but the rank wrote {expected}")
+            raise RunFormatError(f"{size} bytes, but the rank wrote {expected}")
         with safe_files.whole_file(finished, below=run) as target:
             packer = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_BITS)
             for piece in pieces(file):

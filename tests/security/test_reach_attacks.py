@@ -33,7 +33,6 @@ from haiprof.agent.reach import (
     Handshake,
     Uplink,
     make_token,
-    new_nonce,
     read_token,
 )
 from haiprof.base.errors import UsageError
@@ -116,7 +115,7 @@ def test_a_rogue_controller_learns_nothing_and_asks_for_nothing(
         with connection:
             connection.settimeout(30)
             said += read(connection, HELLO_BYTES)
-            nonce = new_nonce()
+            nonce = os.urandom(NONCE_BYTES)
             rogue = Handshake(key=key, agent_nonce=said[-NONCE_BYTES:], controller_nonce=nonce)
             connection.sendall(nonce + rogue.proof(CONTROLLER))
             asks = Peer(connection, rogue.signer(CONTROLLER), rogue.signer(AGENT))
@@ -293,7 +292,7 @@ def test_bytes_of_strangers_reach_nothing(controller: Controller) -> None:
 @pytest.mark.parametrize("key", [OTHER_KEY, b"", b"\0" * 32])
 def test_a_rogue_agent_hears_nothing_and_is_not_heard(controller: Controller, key: bytes) -> None:
     with connect(controller.address) as connection:
-        nonce = new_nonce()
+        nonce = os.urandom(NONCE_BYTES)
         connection.sendall(MAGIC + nonce)
         answer = read(connection, ANSWER_BYTES)
         rogue = Handshake(key=key, agent_nonce=nonce, controller_nonce=answer[:NONCE_BYTES])
@@ -307,7 +306,7 @@ def test_a_rogue_agent_hears_nothing_and_is_not_heard(controller: Controller, ke
 
 
 def test_a_recorded_handshake_opens_nothing(controller: Controller) -> None:
-    nonce = new_nonce()
+    nonce = os.urandom(NONCE_BYTES)
     with connect(controller.address) as first:
         first.sendall(MAGIC + nonce)
         answer = read(first, ANSWER_BYTES)
@@ -334,7 +333,7 @@ def test_a_thousand_idle_connections_keep_nobody_out(controller: Controller) -> 
         assert taken <= reach.MAX_STRANGERS_PER_ADDRESS + 20
         # An agent of another node, while the attacker goes on.
         with connect(controller.address, source_address=("127.9.9.9", 0)) as other:
-            other.sendall(MAGIC + new_nonce())
+            other.sendall(MAGIC + os.urandom(NONCE_BYTES))
             assert len(read(other, ANSWER_BYTES)) == ANSWER_BYTES
         for connection in idle:  # all are gone within a few seconds
             assert is_cut_off(connection)

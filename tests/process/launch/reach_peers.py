@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from haiprof.agent.reach import (
     PROOF_BYTES,
     Handshake,
     Signer,
-    new_nonce,
     seal,
 )
 
@@ -61,7 +61,7 @@ def connect(address: tuple[str, int], **options: Any) -> socket.socket:
 def agent(address: tuple[str, int], key: bytes) -> Peer:
     """Joins a controller as an agent does."""
     connection = connect(address)
-    nonce = new_nonce()
+    nonce = os.urandom(NONCE_BYTES)
     connection.sendall(MAGIC + nonce)
     answer = read(connection, ANSWER_BYTES)
     handshake = Handshake(key=key, agent_nonce=nonce, controller_nonce=answer[:NONCE_BYTES])
@@ -74,7 +74,7 @@ def take_agent(listener: socket.socket, key: bytes) -> Peer:
     """Takes an agent in as a controller does."""
     connection, _ = listener.accept()
     connection.settimeout(30)
-    nonce = new_nonce()
+    nonce = os.urandom(NONCE_BYTES)
     hello = read(connection, HELLO_BYTES)
     handshake = Handshake(key=key, agent_nonce=hello[len(MAGIC) :], controller_nonce=nonce)
     connection.sendall(nonce + handshake.proof(CONTROLLER))
