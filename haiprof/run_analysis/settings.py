@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -166,10 +166,10 @@ def differences(settings: Mapping[int, RankSettings]) -> list[Difference]:
     A rank whose value could not be read (None) is left out: its process group had ended, or an
     optimizer that had stepped was gone or made later.
     """
-    found = []
-    for name, value in _COMPARED.items():
-        values = {rank: value(each) for rank, each in settings.items()}
-        if name in _MAY_BE_UNKNOWN:
+    found, of_ranks = [], {rank: _common_settings(each) for rank, each in settings.items()}
+    for name in next(iter(of_ranks.values()), ()):
+        values = {rank: each[name] for rank, each in of_ranks.items()}
+        if name not in _MODES:
             values = {rank: each for rank, each in values.items() if each is not None}
         counts = {v: list(values.values()).count(v) for v in values.values()}
         usual = max(counts, key=lambda v: (counts[v], str(v)), default=None)
@@ -212,33 +212,26 @@ def _scalars(value: object) -> dict[str, Scalar] | None:
     return {str(k): _scalar(v) for k, v in value.items()} if isinstance(value, dict) else None
 
 
-def _flag(name: str) -> Callable[[RankSettings], Scalar]:
-    return lambda settings: settings.flags.get(name)
-
-
-_SWITCHES: Mapping[str, Callable[[RankSettings], Scalar]] = {
-    FLAGS[name].partition(":")[0]: _flag(name)
-    for name in (
-        "anomaly", "deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic",
-        "mkldnn", "matmul_precision", "tf32_matmul", "default_dtype", "distributed_debug",
-    )
+_SWITCHES = (
+    "anomaly", "deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic",
+    "mkldnn", "matmul_precision", "tf32_matmul", "default_dtype", "distributed_debug",
+)  # fmt: skip
+_MODES = {
+    "threads per operator": "operator_threads", "CPUs that it may use": "cores",
+    "CPU limit of its control group": "cpu_limit_cores",
+    "memory limit of its control group": "memory_limit_bytes", "autocast": "autocast",
 }  # fmt: skip
-_COMPARED: Mapping[str, Callable[[RankSettings], Scalar]] = {
-    **_SWITCHES,
-    "threads per operator": lambda settings: settings.operator_threads,
-    "CPUs that it may use": lambda settings: settings.cores,
-    "CPU limit of its control group": lambda settings: settings.cpu_limit_cores,
-    "memory limit of its control group": lambda settings: settings.memory_limit_bytes,
-    "autocast": lambda settings: settings.autocast,
-    "optimizers": lambda settings: (
-        None
-        if len(settings.optimizers) < settings.stepped_optimizer_count
-        else ", ".join(f"{o.name} foreach={o.foreach} fused={o.fused}" for o in settings.optimizers)
-    ),
-}
-"""What ranks should have in common, by the name that is shown."""
-_MAY_BE_UNKNOWN = {*_SWITCHES, "optimizers"}
-"""Of these None means that it could not be read; of the others that there is no limit or mode."""
+"""Fields in which None means that there is no limit or mode; of others that it was not read."""
+
+
+def _common_settings(settings: RankSettings) -> dict[str, Scalar]:
+    """What ranks should have in common, by the name that is shown."""
+    used = [f"{o.name} foreach={o.foreach} fused={o.fused}" for o in settings.optimizers]
+    return {
+        **{FLAGS[name].partition(":")[0]: settings.flags.get(name) for name in _SWITCHES},
+        **{name: getattr(settings, field) for name, field in _MODES.items()},
+        "optimizers": ", ".join(used) if len(used) >= settings.stepped_optimizer_count else None,
+    }
 
 
 def _scalar(value: object) -> Scalar:

@@ -183,7 +183,6 @@ def entity_attributes(
     return {**texts, **fixed}
 
 
-
 def _instrument(table: Table, column: Column) -> Instrument:
     name, *more = _name(table.name, column).split()
     own_unit, divisor = _UNITS.get(column.unit, (f"{{{column.unit}}}", 1))
