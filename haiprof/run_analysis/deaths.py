@@ -29,26 +29,14 @@ from haiprof.run_analysis.process_ends import (
     Error,
     LastCollective,
     ProcessEnd,
-    accused_ranks,
     arrived_signals,
     behind,
-    dead_worker,
-    inner_error,
-    is_certain,
-    is_launchers,
-    kind_of,
-    knows_exit,
     last_collectives,
     last_phase,
     last_seen,
     process_ends,
     signal_name,
-    thread_text,
-    unlike_messages,
-    wait_failure,
     wait_failure_text,
-    what_happened,
-    worker_death,
 )
 from haiprof.run_analysis.reactions import Reaction, asked_snapshots, lines_in_snapshots, reactions
 from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
@@ -297,7 +285,7 @@ class _Case:
                 headline += f"; rank {rank} raised {end.error.short} ({end.error.location})"
             what = f"rank {rank} was ended by {self.victims[rank]}"
             return self._death("unknown", (), headline, what=what, end=end, certain=False)
-        gone = [end for end in self._causes() if kind_of(end) == "gone"]
+        gone = [end for end in self._causes() if end.kind() == "gone"]
         if gone:
             ranks = tuple(e.rank for e in gone if e.rank is not None)
             return self._blame_end("gone", ranks, f"{ranks_text(ranks)} died", gone[0])
@@ -309,7 +297,7 @@ class _Case:
 
     def _wait_failure(self, end: ProcessEnd) -> str | None:
         handled = end.failure.errors[1:2] if end.how == "exit_call" else ()
-        by = next(filter(None, map(wait_failure, (end.error, *handled))), None)
+        by = next(filter(None, (e.wait_failure() for e in (end.error, *handled))), None)
         if by is not None or not _has_aborted(end):
             return by
         by = next(filter(None, map(wait_failure_text, end.printed)), None)
@@ -347,7 +335,7 @@ class _Case:
 
     def _signal(self) -> Death | None:
         """Somebody ended the job: the launcher knows who, and nothing had failed before."""
-        failed = [e.failed_ns for e in self._causes() if kind_of(e) != "interrupted"
+        failed = [e.failed_ns for e in self._causes() if e.kind() != "interrupted"
                   and (e.error is not NO_ERROR or e.signal not in ENDING)]  # fmt: skip
         failed += [self.ends[rank].failed_ns for rank in self.victims]
         first = min((time for time in failed if time is not None), default=None)
@@ -383,7 +371,7 @@ class _Case:
         told = self.told
         own = [e for e in self._causes() if e.error is not NO_ERROR or e.oom
                or e.signal not in (*ENDING, None)
-               or (e.status and kind_of(e) != "interrupted")]  # fmt: skip
+               or (e.status and e.kind() != "interrupted")]  # fmt: skip
         if told is None or told.cause is None or own:
             return None
         return self._of_scheduler(told, told.cause, told.ended_ns)
@@ -426,7 +414,7 @@ class _Case:
     def _own_failure(self, *, interrupted: bool = False) -> Death | None:
         """The first rank that failed by itself, with those that failed alike at the same time."""
         # One that was interrupted tells nothing where anything else does: others are stopped so.
-        real = [end for end in self._causes() if (kind := kind_of(end)) != "gone"
+        real = [end for end in self._causes() if (kind := end.kind()) != "gone"
                 and (kind == "interrupted") is interrupted]  # fmt: skip
         first = next(iter(real), NO_END)
         if not real or (first.signal in ENDING and not first.oom
@@ -440,11 +428,11 @@ class _Case:
         others, together = len(self.ends) > len(ranks), len(ranks) > 1
         who = f"all {len(ranks)} ranks" if together and not others else ranks_text(ranks)
         who += (" died first" if others else " died") + " together, of the same" * together
-        return self._blame_end(kind_of(first), ranks, who, first, certain=is_certain(first))
+        return self._blame_end(first.kind(), ranks, who, first, certain=first.is_certain())
 
     def _find_accused(self) -> Death | None:
         """Victims' texts that name a rank."""
-        named = tuple(sorted({r for e in self.ends.values() for r in accused_ranks(e.error)}))
+        named = tuple(sorted({r for e in self.ends.values() for r in e.error.accused_ranks()}))
         why = "the others' barrier names it"
         return self._of_absentee(named, why, certain=True) if named else None
 
@@ -474,7 +462,7 @@ class _Case:
             odd, said = found[0].odd, found[0].as_text()
         else:  # a rank noticed itself that another one's collective was not its own
             ends = sorted(self.ends.values(), key=lambda end: end.failed_ns or 0)
-            seen = [(end.rank, unlike_messages(end.error)) for end in ends]
+            seen = [(end.rank, end.error.unlike_messages()) for end in ends]
             said = next((f"rank {rank}: {text}" for rank, text in seen if text), "")
         if not said:
             return None
@@ -580,7 +568,7 @@ class _Case:
             return self._of_mismatch(first.reason, odd, since_ns, taken.at if taken else {})
         doing = f", at {first.doing}" if first.doing else ""
         what = f"rank {first.rank} hung{doing}: {first.reason}"
-        what += thread_text(self.ends[first.rank]) if first.rank in self.ends else ""
+        what += self.ends[first.rank].thread_text() if first.rank in self.ends else ""
         line, _, beside = first.doing.partition(";")  # what stands beside differs by the process
         own = self._own_files(first.rank)
         seen = last_seen(own) if own is not None and beside else None
@@ -602,18 +590,18 @@ class _Case:
         """Ranks that hung, or went another way, until the others' time was up."""
         own = (e for r, e in self.ends.items() if r in ranks and e.thread_error.how)
         end = next(own, NO_END)
-        what = f"{ranks_text(ranks)} did not come where the others waited: {why}{thread_text(end)}"
+        what = f"{ranks_text(ranks)} did not come where the others waited: {why}{end.thread_text()}"
         return self._death("hang", ranks, what, died_ns=self._first_ns(), certain=certain,
                            line=end.thread_error.error.location or None)  # fmt: skip
 
     def _launcher(self) -> Death | None:
         """No rank failed: the launcher itself did, or the job before any rank was known."""
         for end in self.evidence.ends:
-            own = end.error.is_failure and end.how != "printed" and not is_launchers(end.error)
+            own = end.error.is_failure and end.how != "printed" and not end.error.is_launchers()
             if end.rank is None and own:
                 own = end.error.line is not None  # code of the job's, in whatever process
                 own |= end.ran_out_of_gpu_memory or end.how == "terminate"
-                cause = kind_of(end) if own else "launcher"
+                cause = end.kind() if own else "launcher"
                 return self._blame_end(cause, (), f"process {end.pid} died", end, certain=True)
             first = end.pid == self.evidence.files.about.job_pid
             failed = any(each.over and not each.clean for each in self.ends.values())
@@ -621,14 +609,14 @@ class _Case:
             if first and end.over and not end.clean and (left or not self.ends):
                 who = "the first process of the job died, and left its ranks" if left else \
                     "the job died before a rank had reported in"  # fmt: skip
-                return self._blame_end(kind_of(end), (), who, end, certain=is_certain(end))
+                return self._blame_end(end.kind(), (), who, end, certain=end.is_certain())
         return None
 
     def _blame_end(
         self, cause: str, ranks: tuple[int, ...], who: str, end: ProcessEnd, *,
         certain: bool = False,
     ) -> Death:  # fmt: skip
-        what = what_happened(end)
+        what = end.what_happened()
         return self._death(cause, ranks, f"{who}: {what}", what=what, end=end, certain=certain)
 
     def _death(
@@ -637,7 +625,7 @@ class _Case:
         frame: Frame | None = None, certain: bool = True,
     ) -> Death:  # fmt: skip
         error, said = end.error, headline
-        by_worker = worker_death(error) is not None
+        by_worker = error.worker_death() is not None
         hosts = len({each.host for each in self.ends.values()})
         died = end.failed_ns if died_ns is None else died_ns
         hung = cause in ("hang", "deadlock") and bool(ranks) and self.behind.keys() >= set(ranks)
@@ -650,7 +638,7 @@ class _Case:
         nowhere = line is None and not error.location
         source = "" if by_worker else error.source
         if error is not NO_ERROR and line is None and not by_worker:
-            _, line, inner_source = inner_error(error)
+            _, line, inner_source = error.inner_error()
             source = inner_source if line else source  # never what stands at another line
             line = line or error.location or None
         if not source and frame is not None and line is not None:
@@ -662,7 +650,7 @@ class _Case:
         witnesses = self._witnesses(died, error)
         printed = [each for each in witnesses if each.kind == "traceback" and each.rank in ranks]
         nowhere &= not (cause == "exit" and printed)
-        worker = dead_worker(error) if by_worker else None
+        worker = error.dead_worker() if by_worker else None
         seen_at = self._seen_at(ranks, died, worker) if nowhere or worker else None
         phase = self.phases.get(ranks[0]) if ranks and nowhere else None
         headline += f", in {phase}" if phase else ""
@@ -709,13 +697,13 @@ class _Case:
             leaks = series is not None and growth_per_step(series) is not None
             return LEAK_REMEDY if leaks else end.gpu_memory.remedy
         match cause:
-            case "exit" if end is not NO_END and (worker_death(error) or not knows_exit(end)):
+            case "exit" if end is not NO_END and (error.worker_death() or not end.knows_exit()):
                 return _UNKNOWN_EXIT
             case "exception" if error.type in ("ModuleNotFoundError", "ImportError"):
                 return "install what it names into the environment of that rank, or choose another"
             case "exception" if _UNLIKE_SHAPES.search(error.message):
                 return _ONE_SHAPE
-            case "exception" if thread_text(end):
+            case "exception" if end.thread_text():
                 return (
                     "fix what ended its thread, where the other line waited for it; else that line"
                 )
@@ -769,7 +757,7 @@ class _Case:
         if end is None:
             what, role = "never seen", "absent"
         elif cause:
-            what, role = what_happened(end), "cause"
+            what, role = end.what_happened(), "cause"
             if rank in self.stopped:
                 what = f"ended by {self.stopped[rank]}"
                 what += " when the others had failed" * bool(self.victims)
@@ -782,7 +770,7 @@ class _Case:
         elif end.over and end.clean:
             what, role = "ended with exit status 0", "clean"
         else:
-            what = what_happened(end) if end.over else "no end of it was seen"
+            what = end.what_happened() if end.over else "no end of it was seen"
             with_job = self.is_ended_from_outside and end.signal in ENDING
             role = "stopped" if with_job else "unknown"
         held_up = hung and role == "stopped"

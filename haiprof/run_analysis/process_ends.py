@@ -61,6 +61,67 @@ WORKER_DIED = re.compile(
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _SAME_FAILURE_NS = 60_000_000_000
 """An allocation that failed longer before an exception was another one, which the job caught."""
+_WAITED = (
+    (r"Watchdog caught collective operation timeout|collective operation timed? ?out|"
+     r"NCCL (?:communicator was aborted|operation .* timed out)|ncclUnhandledCudaError: .*abort",
+     "NCCL's watchdog"),
+    (r"HeartbeatMonitor|heartbeat monitor", "NCCL's heartbeat monitor"),
+    (r"monitoredBarrier", "the monitored barrier's timeout"),
+    (r"connectFullMesh failed|timed out connecting", "gloo, which could not connect the ranks"),
+    (r"Timed out waiting \d+ ?ms for (?:recv|send|bound buffer|\w+) operation|"
+     r"Application timeout caused pair closure|gloo.*[Tt]imed? ?out", "gloo's timeout"),
+    (r"op\.preamble\.length <= op\.nbytes", "gloo's check of message sizes"),
+    (r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|"
+     r"ncclRemoteError|remote process exited|Connection was likely closed",
+     "the broken connection"),
+    (r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|Socket Timeout|"
+     r"The client socket has timed out|store .*timed? ?out|RendezvousTimeoutError|"
+     r"failed to connect to .*timed? ?out", "the store's timeout"),
+    (r"TCPStore|recvValue failed|DistStoreError|DistNetworkError", "the store that went away"),
+)  # fmt: skip
+"""Texts of torch.distributed, gloo and NCCL in a rank that waited for another one."""
+_WAITED_FOR = tuple((re.compile(pattern), by) for pattern, by in _WAITED)
+_UNLIKE = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_LAUNCHERS_ERRORS = (
+    "ChildFailedError", "SignalException", "ProcessRaisedException", "ProcessExitedException",
+    "CalledProcessError", "RendezvousClosedError",
+)  # fmt: skip
+_ACCUSED = re.compile(r"[Rr]anks? ([\d, ]+?) (?:failed to pass|did not pass|failed to report)")
+_ERROR = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit)\b")
+_NOT_WRITTEN = re.compile(
+    r"PytorchStreamWriter failed writing|inline_container.*unexpected pos|iostream error"
+)
+"""Of torch.save, which does not say why: mostly the disk is full."""
+_NO_FILE = "; torch could not write the file: a full disk, a quota, or a limit (ulimit -f)"
+_KINDS = (
+    ("shared_memory_full", re.compile(
+        r"out of shared memory|insufficient shared memory|unable to "
+        r"(?:open|write to|allocate|resize) (?:file|shared memory)|torch_shm|/dev/shm|Bus error")),
+    ("disk_full", re.compile(r"No space left on device|Disk quota exceeded")),
+    ("disk_full", _NOT_WRITTEN),
+    ("out_of_memory", re.compile(
+        r"MemoryError|bad_alloc|DefaultCPUAllocator: (?:can't|not enough)|OutOfMemoryError|"
+        r"out of memory|Cannot allocate memory")),
+    ("interrupted", re.compile(r"\AKeyboardInterrupt:")),
+)  # fmt: skip
+"""Causes by what an exception says."""
+_OF_DEVICE = re.compile(r"\b(?:CUDA|HIP|XPU|NPU)\b")
+_LOADER_FILE = "torch/utils/data/dataloader.py"
+_WORKER_RAISED = re.compile(r"in DataLoader worker process (\d+)")
+_SIGNALS: dict[int, str] = {
+    signal.SIGSEGV: "a segmentation fault in native code (SIGSEGV)",
+    signal.SIGBUS: "a bus error (SIGBUS): memory behind a mapping was not there",
+    signal.SIGABRT: "aborted (SIGABRT): C++ terminate, a failed assertion, a watchdog, or a signal "
+    "that was sent",
+    signal.SIGFPE: "an arithmetic error in native code (SIGFPE)",
+    signal.SIGILL: "an instruction that this CPU does not have (SIGILL)",
+    signal.SIGXCPU: "ended by SIGXCPU, which the kernel sends at the limit of CPU time (ulimit -t)",
+    signal.SIGXFSZ: "ended by SIGXFSZ, which the kernel sends where a file would grow beyond the "
+    "limit of its size (ulimit -f)",
+    signal.SIGPIPE: "ended by SIGPIPE: it wrote to a pipe or a socket that nobody reads any more",
+    signal.SIGALRM: "ended by SIGALRM, which a timer sends (alarm, setitimer)",
+    signal.SIGKILL: "killed (SIGKILL); the sender is not known",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +159,77 @@ class Error:
     def is_failure(self) -> bool:
         """Whether it tells what went wrong: neither an exit nor `NO_ERROR`."""
         return self.type not in ("", "SystemExit")
+
+    def wait_failure(self) -> str | None:
+        """What ended a rank that waited for another one; None where its error is its own."""
+        lost = self._has_lost_worker()
+        return None if lost else wait_failure_text(f"{self.type}: {self.message}")
+
+    def _has_lost_worker(self) -> bool:
+        """Whether the connection to a DataLoader worker broke while a batch was taken over."""
+        lost = self.type.rpartition(".")[2] in (
+            "ConnectionResetError",
+            "EOFError",
+            "BrokenPipeError",
+        )
+        return lost and any(file.endswith(_LOADER_FILE) for file, _, _ in self.frames)
+
+    def is_launchers(self) -> bool:
+        """Whether an exception only reports that another process failed."""
+        return self.type.rpartition(".")[2] in _LAUNCHERS_ERRORS
+
+    def accused_ranks(self) -> tuple[int, ...]:
+        """Ranks that an exception names as those that others waited for."""
+        match = _ACCUSED.search(self.message)
+        words = match[1].replace(" ", "").split(",") if match else []
+        return tuple(int(word) for word in words if word.isdigit() and len(word) < 8)
+
+    def worker_death(self) -> tuple[str, str] | None:
+        """The cause and the end of a DataLoader worker of which an exception tells.
+
+        The main thread's line is where a signal met it (SIGCHLD), and caused nothing.
+        """
+        match, child = WORKER_DIED.search(self.message), self.ended_child
+        if match is None and not self._has_lost_worker():
+            return None
+        kind, by, worker, status = "exit", "", "one of its DataLoader workers", None
+        if match is not None and (match[2] or child is None):
+            worker, status = f"its DataLoader worker (pid {match[1]})", match[3]
+            if match[2]:
+                kind = "killed" if match[2] in ("Killed", "Terminated", "Interrupt") else "crash"
+                by = f"a signal: {match[2]}"
+        elif child is not None:
+            worker, status = f"its DataLoader worker (pid {child[0]})", str(child[2])
+            if child[1]:
+                kind, by = "crash" if child[1] in _CRASHES else "killed", signal_name(child[1])
+        if by:
+            return kind, f"{worker} was ended by {by}"
+        with_status = f" with exit status {status}" if status else ""
+        return kind, f"{worker} ended{with_status}; why is not known"
+
+    def dead_worker(self) -> int | None:
+        """The process of the only DataLoader worker of whose end an exception tells."""
+        match, child = WORKER_DIED.search(self.message), self.ended_child
+        if match is not None and match[1].isdigit():
+            return int(match[1])
+        return child[0] if child is not None else None
+
+    def unlike_messages(self) -> str | None:
+        """That a rank was sent more than it waited for, as gloo notices it; None where not."""
+        said = _UNLIKE.search(self.message)
+        return said and f"it was sent a message of {said[1]} bytes where it waited for {said[2]}"
+
+    def inner_error(self) -> tuple[str, str, str]:
+        """What another process's traceback in a message says: error, user's line, its source."""
+        if "Traceback (most recent call last)" not in self.message:
+            return "", "", ""
+        lines = [line.strip() for line in self.message.splitlines()]
+        said = next((line for line in reversed(lines) if _ERROR.match(line)), "")[:200]
+        places = [p for p in FILE_LINE.findall(self.message) if not is_library(p[0], p[2])]
+        if not places:
+            return said, "", ""
+        file, line, function, source = places[-1]
+        return said, f"{file.rpartition('/')[2]}:{line} in {function}", source
 
 
 NO_ERROR = Error(type="", message="")  # of a process that no exception ended
@@ -216,6 +348,125 @@ class ProcessEnd:
     def over(self) -> bool:
         """Whether anything tells that it has ended."""
         return self.seen or self.closed or bool(self.how)
+
+    def kind(self) -> str:
+        """One word for the cause of an end: `exception`, `out_of_memory`, `killed`, `exit` ..."""
+        error = self.error
+        if self.ran_out_of_gpu_memory:
+            return "out_of_memory"
+        if error.is_failure:
+            said = f"{error.type}: {error.message}"
+            known = next((kind for kind, pattern in _KINDS if pattern.search(said)), None)
+            if known is not None or error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return known or "disk_full"
+            if worker := error.worker_death():
+                return "out_of_memory" if self.oom else worker[0]
+            aborted = self.how == "printed" and self.signal is not None
+            return "crash" if self.how == "terminate" or aborted else "exception"
+        if self.oom:
+            return "out_of_memory"
+        if self.signal is not None:
+            return "crash" if self.signal in _CRASHES else "killed"
+        return "exit" if self.status is not None or self.how else "gone"
+
+    def what_happened(self) -> str:
+        """The end of one process, for people."""
+        error = self.error
+        if self.gpu_memory is not None and self.ran_out_of_gpu_memory:
+            return self.gpu_memory.text
+        if error.is_failure:
+            if worker := error.worker_death():
+                return worker[1] + (", by the kernel: its memory was used up" if self.oom else "")
+            inner_said, inner_place, _ = error.inner_error()
+            raised = _WORKER_RAISED.search(error.message)
+            no_memory = self.kind() == "out_of_memory"
+            verb = "ran" if no_memory else "raised"
+            who = f"its DataLoader worker {raised[1]} {verb} " if raised else ""
+            place = inner_place or error.location or self.crash_place()
+            exits = self.failure.errors[0].type == "SystemExit"
+            via = f", and exited with status {self.status}" if exits and self.status else ""
+            by_signal = f" ({signal_name(self.signal)})" if self.signal is not None else ""
+            way = f"it aborted itself{by_signal}: " if self.how == "terminate" else ""
+            said = self._out_of_memory_text() if no_memory else inner_said or error.short
+            by = "; known by its last lines on stderr" if self.how == "printed" else ""
+            by += _NO_FILE if _NOT_WRITTEN.search(error.message) else ""
+            by += self._root_text() + self.thread_text()
+            return f"{way}{who}{said}{f' ({place})' if place else ''}{via}{by}"
+        if self.oom:
+            held = self.killed_with_bytes
+            with_bytes = "" if held is None else f" with {held / (1 << 30):.2f} GiB resident"
+            of = "the machine" if self.oom.get("in_cgroup") is False else "its control group"
+            return f"killed by the kernel (SIGKILL): the memory of {of} was used up{with_bytes}"
+        if self.signal is not None:
+            said = ""
+            if self.signal in _CRASHES:
+                said = f", {self.crash_place()}" if self.crashed_at else self._last_line()
+            return (_SIGNALS.get(self.signal) or f"ended by {signal_name(self.signal)}") + said
+        if self.status == 0:
+            return "it ended with exit status 0"
+        if self.status is not None:
+            thread = self.thread_text()
+            if self.knows_exit():
+                by = "sys.exit" if self.how == "exit_call" else "SystemExit"
+                exited, handled, *_ = *self.failure.errors, NO_ERROR, NO_ERROR
+                at = f" at {exited.location}" if exited.location else ""
+                says = exited is not NO_ERROR and exited.exit_status is None
+                told = f": {shorten(exited.message)}" if says else ""
+                if handled is not NO_ERROR:
+                    told += f", while handling {handled.short} ({handled.location})"
+                last = "" if says else self._last_line()
+                return f"it exited with status {self.status} ({by}){at}{told}{last}{thread}"
+            way = ""  # of processes that were not recorded nothing tells it
+            if self.started_ns is not None and not self.closed:
+                way = " without Python's own exit (os._exit, exec, native code, no memory)"
+            why = f"why is not known{self._last_line()}{thread}"
+            return f"it ended with exit status {self.status}{way}; {why}"
+        return "it is gone and left no report: killed, or its machine was lost"
+
+    def _out_of_memory_text(self) -> str:
+        """`out of memory, at its limit of 2.86 GiB by ulimit -v`."""
+        if _OF_DEVICE.search(self.error.message):
+            return "out of GPU memory"
+        limit = self.address_limit_bytes
+        at = f", at its limit of {bytes_text(limit)} by ulimit -v" if limit is not None else ""
+        return f"out of memory{at}"
+
+    def crash_place(self) -> str:
+        """`called at train.py:8 in step`; of another thread what Python did; empty: not known."""
+        own = own_frame(self.crashed_at)
+        how = "on another thread, while Python was" if self.crashed_beside else "called"
+        return f"{how} at {frame_text(own)}" if own else ""
+
+    def _last_line(self) -> str:
+        """`; its last line on stderr: ERROR disk is full`; empty where none is known."""
+        printed = (("stderr", self.printed), ("stdout", self.printed_stdout))
+        last = (f"; its last line on {name}: {shorten(line.strip())}"
+                for name, lines in printed for line in reversed(lines) if line.strip())  # fmt: skip
+        return next(last, "")
+
+    def _root_text(self) -> str:
+        """`; raised from KeyError: 'a' (data.py:3 in load)`: the first of its chain with a line."""
+        chain = self.failure.errors if self.how == "exception" else ()
+        roots = [e for e in chain if e.line and e.type != "SystemExit" and e is not self.error]
+        if not roots or roots[-1].message in self.error.message:
+            return ""
+        return f"; raised from {roots[-1].short} ({roots[-1].location})"
+
+    def thread_text(self) -> str:
+        """`; its thread reader had died of ValueError: no data (train.py:9 in read)`, or nothing."""
+        error = self.thread_error.error
+        place = f" ({error.location})" if error.location else ""
+        said = f"; its thread {self.thread_error.thread} had died of {error.short}{place}"
+        return said if error is not NO_ERROR else ""
+
+    def is_certain(self) -> bool:
+        """Whether the cause of an end was seen: what was printed may be about something else."""
+        unsure = self.how == "printed" or _NOT_WRITTEN.search(self.error.message)
+        return not unsure and (self.kind() != "exit" or self.knows_exit())
+
+    def knows_exit(self) -> bool:
+        """Whether it is proved that it left by sys.exit: no exception would look the same."""
+        return self.exited or self.error is not NO_ERROR
 
 
 NO_END = ProcessEnd(host="", pid=0, rank=None)  # of a process of which nothing is known
@@ -514,275 +765,9 @@ def _place_generations(ends: Sequence[ProcessEnd]) -> list[ProcessEnd]:
     return placed
 
 
-_WAITED = (
-    (r"Watchdog caught collective operation timeout|collective operation timed? ?out|"
-     r"NCCL (?:communicator was aborted|operation .* timed out)|ncclUnhandledCudaError: .*abort",
-     "NCCL's watchdog"),
-    (r"HeartbeatMonitor|heartbeat monitor", "NCCL's heartbeat monitor"),
-    (r"monitoredBarrier", "the monitored barrier's timeout"),
-    (r"connectFullMesh failed|timed out connecting", "gloo, which could not connect the ranks"),
-    (r"Timed out waiting \d+ ?ms for (?:recv|send|bound buffer|\w+) operation|"
-     r"Application timeout caused pair closure|gloo.*[Tt]imed? ?out", "gloo's timeout"),
-    (r"op\.preamble\.length <= op\.nbytes", "gloo's check of message sizes"),
-    (r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|"
-     r"ncclRemoteError|remote process exited|Connection was likely closed",
-     "the broken connection"),
-    (r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|Socket Timeout|"
-     r"The client socket has timed out|store .*timed? ?out|RendezvousTimeoutError|"
-     r"failed to connect to .*timed? ?out", "the store's timeout"),
-    (r"TCPStore|recvValue failed|DistStoreError|DistNetworkError", "the store that went away"),
-)  # fmt: skip
-"""Texts of torch.distributed, gloo and NCCL in a rank that waited for another one."""
-_WAITED_FOR = tuple((re.compile(pattern), by) for pattern, by in _WAITED)
-_UNLIKE = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-_LAUNCHERS_ERRORS = (
-    "ChildFailedError", "SignalException", "ProcessRaisedException", "ProcessExitedException",
-    "CalledProcessError", "RendezvousClosedError",
-)  # fmt: skip
-_ACCUSED = re.compile(r"[Rr]anks? ([\d, ]+?) (?:failed to pass|did not pass|failed to report)")
-_ERROR = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit)\b")
-_NOT_WRITTEN = re.compile(
-    r"PytorchStreamWriter failed writing|inline_container.*unexpected pos|iostream error"
-)
-"""Of torch.save, which does not say why: mostly the disk is full."""
-_KINDS = (
-    ("shared_memory_full", re.compile(
-        r"out of shared memory|insufficient shared memory|unable to "
-        r"(?:open|write to|allocate|resize) (?:file|shared memory)|torch_shm|/dev/shm|Bus error")),
-    ("disk_full", re.compile(r"No space left on device|Disk quota exceeded")),
-    ("disk_full", _NOT_WRITTEN),
-    ("out_of_memory", re.compile(
-        r"MemoryError|bad_alloc|DefaultCPUAllocator: (?:can't|not enough)|OutOfMemoryError|"
-        r"out of memory|Cannot allocate memory")),
-    ("interrupted", re.compile(r"\AKeyboardInterrupt:")),
-)  # fmt: skip
-"""Causes by what an exception says."""
-_OF_DEVICE = re.compile(r"\b(?:CUDA|HIP|XPU|NPU)\b")
-_LOADER_FILE = "torch/utils/data/dataloader.py"
-_WORKER_RAISED = re.compile(r"in DataLoader worker process (\d+)")
-_SIGNALS: dict[int, str] = {
-    signal.SIGSEGV: "a segmentation fault in native code (SIGSEGV)",
-    signal.SIGBUS: "a bus error (SIGBUS): memory behind a mapping was not there",
-    signal.SIGABRT: "aborted (SIGABRT): C++ terminate, a failed assertion, a watchdog, or a signal "
-    "that was sent",
-    signal.SIGFPE: "an arithmetic error in native code (SIGFPE)",
-    signal.SIGILL: "an instruction that this CPU does not have (SIGILL)",
-    signal.SIGXCPU: "ended by SIGXCPU, which the kernel sends at the limit of CPU time (ulimit -t)",
-    signal.SIGXFSZ: "ended by SIGXFSZ, which the kernel sends where a file would grow beyond the "
-    "limit of its size (ulimit -f)",
-    signal.SIGPIPE: "ended by SIGPIPE: it wrote to a pipe or a socket that nobody reads any more",
-    signal.SIGALRM: "ended by SIGALRM, which a timer sends (alarm, setitimer)",
-    signal.SIGKILL: "killed (SIGKILL); the sender is not known",
-}
-
-
-def wait_failure(error: Error) -> str | None:
-    """What ended a rank that waited for another one; None where its error is its own."""
-    lost = _has_lost_worker(error)
-    return None if lost else wait_failure_text(f"{error.type}: {error.message}")
-
-
-def _has_lost_worker(error: Error) -> bool:
-    """Whether the connection to a DataLoader worker broke while a batch was taken over."""
-    lost = error.type.rpartition(".")[2] in ("ConnectionResetError", "EOFError", "BrokenPipeError")
-    return lost and any(file.endswith(_LOADER_FILE) for file, _, _ in error.frames)
-
-
 def wait_failure_text(said: str) -> str | None:
     """The same of a text."""
     return next((by for pattern, by in _WAITED_FOR if pattern.search(said)), None)
-
-
-def is_launchers(error: Error) -> bool:
-    """Whether an exception only reports that another process failed."""
-    return error.type.rpartition(".")[2] in _LAUNCHERS_ERRORS
-
-
-def accused_ranks(error: Error) -> tuple[int, ...]:
-    """Ranks that an exception names as those that others waited for."""
-    match = _ACCUSED.search(error.message)
-    words = match[1].replace(" ", "").split(",") if match else []
-    return tuple(int(word) for word in words if word.isdigit() and len(word) < 8)
-
-
-def worker_death(error: Error) -> tuple[str, str] | None:
-    """The cause and the end of a DataLoader worker of which an exception tells.
-
-    The main thread's line is where a signal met it (SIGCHLD), and caused nothing.
-    """
-    match, child = WORKER_DIED.search(error.message), error.ended_child
-    if match is None and not _has_lost_worker(error):
-        return None
-    kind, by, worker, status = "exit", "", "one of its DataLoader workers", None
-    if match is not None and (match[2] or child is None):
-        worker, status = f"its DataLoader worker (pid {match[1]})", match[3]
-        if match[2]:
-            kind = "killed" if match[2] in ("Killed", "Terminated", "Interrupt") else "crash"
-            by = f"a signal: {match[2]}"
-    elif child is not None:
-        worker, status = f"its DataLoader worker (pid {child[0]})", str(child[2])
-        if child[1]:
-            kind, by = "crash" if child[1] in _CRASHES else "killed", signal_name(child[1])
-    if by:
-        return kind, f"{worker} was ended by {by}"
-    with_status = f" with exit status {status}" if status else ""
-    return kind, f"{worker} ended{with_status}; why is not known"
-
-
-def dead_worker(error: Error) -> int | None:
-    """The process of the only DataLoader worker of whose end an exception tells."""
-    match, child = WORKER_DIED.search(error.message), error.ended_child
-    if match is not None and match[1].isdigit():
-        return int(match[1])
-    return child[0] if child is not None else None
-
-
-def kind_of(end: ProcessEnd) -> str:
-    """One word for the cause of an end: `exception`, `out_of_memory`, `killed`, `exit` ..."""
-    error = end.error
-    if end.ran_out_of_gpu_memory:
-        return "out_of_memory"
-    if error.is_failure:
-        said = f"{error.type}: {error.message}"
-        known = next((kind for kind, pattern in _KINDS if pattern.search(said)), None)
-        if known is not None or error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return known or "disk_full"
-        if worker := worker_death(error):
-            return "out_of_memory" if end.oom else worker[0]
-        aborted = end.how == "printed" and end.signal is not None
-        return "crash" if end.how == "terminate" or aborted else "exception"
-    if end.oom:
-        return "out_of_memory"
-    if end.signal is not None:
-        return "crash" if end.signal in _CRASHES else "killed"
-    return "exit" if end.status is not None or end.how else "gone"
-
-
-def what_happened(end: ProcessEnd) -> str:
-    """The end of one process, for people."""
-    error = end.error
-    if end.gpu_memory is not None and end.ran_out_of_gpu_memory:
-        return end.gpu_memory.text
-    if error.is_failure:
-        if worker := worker_death(error):
-            return worker[1] + (", by the kernel: its memory was used up" if end.oom else "")
-        inner_said, inner_place, _ = inner_error(error)
-        raised = _WORKER_RAISED.search(error.message)
-        no_memory = kind_of(end) == "out_of_memory"
-        verb = "ran" if no_memory else "raised"
-        who = f"its DataLoader worker {raised[1]} {verb} " if raised else ""
-        place = inner_place or error.location or crash_place(end)
-        exits = end.failure.errors[0].type == "SystemExit"
-        via = f", and exited with status {end.status}" if exits and end.status else ""
-        by_signal = f" ({signal_name(end.signal)})" if end.signal is not None else ""
-        way = f"it aborted itself{by_signal}: " if end.how == "terminate" else ""
-        said = _out_of_memory_text(end, error) if no_memory else inner_said or error.short
-        by = "; known by its last lines on stderr" if end.how == "printed" else ""
-        if _NOT_WRITTEN.search(error.message):
-            by += "; torch could not write the file: a full disk, a quota, or a limit (ulimit -f)"
-        by += _root_text(end, error) + thread_text(end)
-        return f"{way}{who}{said}{f' ({place})' if place else ''}{via}{by}"
-    if end.oom:
-        held = end.killed_with_bytes
-        with_bytes = "" if held is None else f" with {held / (1 << 30):.2f} GiB resident"
-        of = "of its control group" if end.oom.get("in_cgroup") is not False else "of the machine"
-        return f"killed by the kernel (SIGKILL): the memory {of} was used up{with_bytes}"
-    if end.signal is not None:
-        said = ""
-        if end.signal in _CRASHES:
-            said = f", {crash_place(end)}" if end.crashed_at else _last_line(end)
-        return (_SIGNALS.get(end.signal) or f"ended by {signal_name(end.signal)}") + said
-    if end.status == 0:
-        return "it ended with exit status 0"
-    if end.status is not None:
-        thread = thread_text(end)
-        if knows_exit(end):
-            by = "sys.exit" if end.how == "exit_call" else "SystemExit"
-            exited, handled, *_ = *end.failure.errors, NO_ERROR, NO_ERROR
-            at = f" at {exited.location}" if exited.location else ""
-            says = exited is not NO_ERROR and exited.exit_status is None
-            told = f": {shorten(exited.message)}" if says else ""
-            if handled is not NO_ERROR:
-                told += f", while handling {handled.short} ({handled.location})"
-            last = "" if says else _last_line(end)
-            return f"it exited with status {end.status} ({by}){at}{told}{last}{thread}"
-        without = end.started_ns is not None and not end.closed  # of others nothing was recorded
-        way = " without Python's own exit" if without else ""
-        way += " (os._exit, exec, native code, no memory)" if without else ""
-        why = f"why is not known{_last_line(end)}{thread}"
-        return f"it ended with exit status {end.status}{way}; {why}"
-    return "it is gone and left no report: killed, or its machine was lost"
-
-
-def _out_of_memory_text(end: ProcessEnd, error: Error) -> str:
-    """`out of memory, at its limit of 2.86 GiB by ulimit -v`."""
-    if _OF_DEVICE.search(error.message):
-        return "out of GPU memory"
-    limit = end.address_limit_bytes
-    at = f", at its limit of {bytes_text(limit)} by ulimit -v" if limit is not None else ""
-    return f"out of memory{at}"
-
-
-def crash_place(end: ProcessEnd) -> str:
-    """`called at train.py:8 in step`; of another thread what Python did; empty: not known."""
-    own = own_frame(end.crashed_at)
-    how = "on another thread, while Python was" if end.crashed_beside else "called"
-    return f"{how} at {frame_text(own)}" if own else ""
-
-
-def _last_line(end: ProcessEnd) -> str:
-    """`; its last line on stderr: ERROR disk is full`; empty where none is known."""
-    printed = (("stderr", end.printed), ("stdout", end.printed_stdout))
-    last = (f"; its last line on {name}: {shorten(line.strip())}"
-            for name, lines in printed for line in reversed(lines) if line.strip())  # fmt: skip
-    return next(last, "")
-
-
-def _root_text(end: ProcessEnd, error: Error) -> str:
-    """`; raised from KeyError: 'a' (data.py:3 in load)`: the first of its chain with a line."""
-    chain = end.failure.errors if end.how == "exception" else ()
-    roots = [e for e in chain if e.line is not None and e.type != "SystemExit" and e is not error]
-    if not roots or roots[-1].message in error.message:
-        return ""
-    return f"; raised from {roots[-1].short} ({roots[-1].location})"
-
-
-def thread_text(end: ProcessEnd) -> str:
-    """`; its thread reader had died of ValueError: bad record (train.py:9 in read)`, or nothing."""
-    error = end.thread_error.error
-    place = f" ({error.location})" if error.location else ""
-    said = f"; its thread {end.thread_error.thread} had died of {error.short}{place}"
-    return said if error is not NO_ERROR else ""
-
-
-def is_certain(end: ProcessEnd) -> bool:
-    """Whether the cause of an end was seen: what was printed may be about something else."""
-    unsure = end.how == "printed" or _NOT_WRITTEN.search(end.error.message)
-    return not unsure and (kind_of(end) != "exit" or knows_exit(end))
-
-
-def knows_exit(end: ProcessEnd) -> bool:
-    """Whether it is proved that the process left by sys.exit: no exception would look the same."""
-    return end.exited or end.error is not NO_ERROR
-
-
-def unlike_messages(error: Error) -> str | None:
-    """That a rank was sent more than it waited for, as gloo notices it; None where it was not."""
-    said = _UNLIKE.search(error.message)
-    return said and f"it was sent a message of {said[1]} bytes where it waited for {said[2]}"
-
-
-def inner_error(error: Error) -> tuple[str, str, str]:
-    """What another process's traceback in a message says: error, user's line, and its source."""
-    if "Traceback (most recent call last)" not in error.message:
-        return "", "", ""
-    lines = [line.strip() for line in error.message.splitlines()]
-    said = next((line for line in reversed(lines) if _ERROR.match(line)), "")[:200]
-    places = [p for p in FILE_LINE.findall(error.message) if not is_library(p[0], p[2])]
-    if not places:
-        return said, "", ""
-    file, line, function, source = places[-1]
-    return said, f"{file.rpartition('/')[2]}:{line} in {function}", source
 
 
 def signal_name(number: int) -> str:
