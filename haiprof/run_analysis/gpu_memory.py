@@ -13,16 +13,7 @@ import numpy as np
 from haiprof.base.intervals import Ints
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import bytes_text
-from haiprof.run_analysis.run_files import (
-    RunFiles,
-    entries,
-    integer,
-    mapping,
-    objects,
-    read_of_processes,
-    read_record,
-    text,
-)
+from haiprof.run_analysis import run_files
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.stack_frames import Frame, frame_text, own_frame, parse_frames
 
@@ -62,13 +53,12 @@ class GpuMemorySeries:
     limit_bytes: int  # what the process may take of its device
 
 
-def gpu_memory_series(files: RunFiles) -> Mapping[int, GpuMemorySeries]:
+def gpu_memory_series(files: run_files.RunFiles) -> Mapping[int, GpuMemorySeries]:
     """By rank, where anything was read."""
     found = {}
     for number, rank in files.last_attempts().items():
-        rows = [
-            [integer(line.get(name)) for name in _COLUMNS] for line in rank.of_type("gpu_memory")
-        ]
+        rows = [[run_files.integer(line.get(name)) for name in _COLUMNS]
+                for line in rank.of_type("gpu_memory")]  # fmt: skip
         rows = [row for row in rows if all(value is not None and value >= 0 for value in row)]
         if rows:
             *columns, limits = np.array(rows, dtype=np.int64).T
@@ -243,9 +233,10 @@ def shapes_text(shapes: Shapes) -> str:
 
 def failed_allocations(run: RunPaths) -> Iterator[tuple[str, int, GpuOutOfMemory]]:
     """(host, pid, the last allocation that failed) of each process that noted one."""
-    for host, pid, content in read_of_processes(run.out_of_memory_files(), _FILE_LIMIT):
-        for last in objects(entries(content.get("failed"))[-1:]):
-            yield host, pid, _parse(last, count=max(integer(content.get("count")) or 1, 1))
+    for host, pid, content in run_files.read_of_processes(run.out_of_memory_files(), _FILE_LIMIT):
+        for last in run_files.objects(run_files.entries(content.get("failed"))[-1:]):
+            count = max(run_files.integer(content.get("count")) or 1, 1)
+            yield host, pid, _parse(last, count=count)
 
 
 def parse_torch_message(message: str) -> GpuOutOfMemory | None:
@@ -274,12 +265,12 @@ def _sum_bytes(said: Iterable[tuple[str, str]]) -> int | None:
 def _parse(content: Mapping[str, Any], *, count: int) -> GpuOutOfMemory:
     names = ("requested", "limit", "device_total", "device_free", "allocated", "reserved", "peak",
              "free_cached", "largest_free", "private_pool")  # fmt: skip
-    held, module = mapping(content.get("held")), text(content.get("module"))
-    snapshot = text(content.get("snapshot")) or ""
+    held, module = run_files.mapping(content.get("held")), run_files.text(content.get("module"))
+    snapshot = run_files.text(content.get("snapshot")) or ""
     # A name in the run's own folder, never a path out of it.
     is_name = re.fullmatch(r"[\w.-]{1,200}\.pickle", snapshot) is not None
     line = parse_frames([content.get("line")])
-    return read_record(
+    return run_files.read_record(
         GpuOutOfMemory, content,
         **{f"{name}_bytes": _size(content.get(f"{name}_bytes")) for name in names},
         others_bytes=None,
@@ -292,17 +283,17 @@ def _parse(content: Mapping[str, Any], *, count: int) -> GpuOutOfMemory:
 
 
 def _largest(content: object) -> LargestBatch | None:
-    said = mapping(content)
+    said = run_files.mapping(content)
     start, peak = _size(said.get("start_bytes")), _size(said.get("peak_bytes"))
     shapes = _shapes(said.get("shapes"))
     if start is None or peak is None or not shapes:
         return None
-    step = integer(said.get("step"))
+    step = run_files.integer(said.get("step"))
     return LargestBatch(shapes=shapes, step=step, start_bytes=start, peak_bytes=peak)
 
 
 def _shapes(content: object) -> Shapes:
-    shapes = [shape for shape in entries(content)[:_SHAPES] if isinstance(shape, list)]
+    shapes = [shape for shape in run_files.entries(content)[:_SHAPES] if isinstance(shape, list)]
     sizes = [[_size(size) for size in shape[:_DIMENSIONS]] for shape in shapes]
     return tuple(tuple(size for size in each if size is not None) for each in sizes)
 
@@ -312,5 +303,5 @@ def _count(shapes: Shapes) -> int:
 
 
 def _size(value: object) -> int | None:
-    size = integer(value)
+    size = run_files.integer(value)
     return size if size is not None and 0 <= size < _SIZE_LIMIT else None

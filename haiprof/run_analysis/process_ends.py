@@ -453,7 +453,7 @@ class ProcessEnd:
         return f"; raised from {roots[-1].short} ({roots[-1].location})"
 
     def thread_text(self) -> str:
-        """`; its thread reader had died of ValueError: no data (train.py:9 in read)`, or nothing."""
+        """`; its thread reader had died of ValueError: no file (train.py:9 in read)`, or empty."""
         error = self.thread_error.error
         place = f" ({error.location})" if error.location else ""
         said = f"; its thread {self.thread_error.thread} had died of {error.short}{place}"

@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
-from haiprof.run_analysis.run_files import (
-    RunFiles,
-    entries,
-    integer,
-    number,
-    objects,
-    read_record,
-    text,
-)
+from haiprof.run_analysis import run_files
 from haiprof.run_format.reader import read_json
 from haiprof.run_format.stack_frames import Frame, frame_text, job_frame, parse_frames
 from haiprof.trace_format.frame_columns import Columns, types_of
@@ -106,7 +98,7 @@ class Reaction:
         return self.suspects[0].reason if len(self.mismatched_ranks or ()) > 1 else None
 
 
-def reactions(files: RunFiles) -> list[Reaction]:
+def reactions(files: run_files.RunFiles) -> list[Reaction]:
     """All reactions of a run, in order of time; lines that are none are passed over."""
     found = []
     for node in files.nodes:
@@ -116,7 +108,7 @@ def reactions(files: RunFiles) -> list[Reaction]:
     return sorted(found, key=lambda reaction: reaction.wall_ns)
 
 
-def asked_snapshots(files: RunFiles) -> list[Reaction]:
+def asked_snapshots(files: run_files.RunFiles) -> list[Reaction]:
     """Snapshots that name who holds the job up, as hangs that were noticed then; oldest first."""
     found = []
     for path, content in _snapshots(files):
@@ -128,7 +120,7 @@ def asked_snapshots(files: RunFiles) -> list[Reaction]:
     return found
 
 
-def _snapshots(files: RunFiles) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+def _snapshots(files: run_files.RunFiles) -> Iterator[tuple[Path, Mapping[str, Any]]]:
     """Those that can be read, oldest first."""
     for path in files.paths.snapshot_files():
         with contextlib.suppress(RunFormatError):
@@ -148,13 +140,14 @@ class SnapshotLines(NamedTuple):
         return {rank: frame_text(frame) for rank, frame in self.frames.items()}
 
 
-def lines_in_snapshots(files: RunFiles) -> Iterator[SnapshotLines]:
+def lines_in_snapshots(files: run_files.RunFiles) -> Iterator[SnapshotLines]:
     """Lines of all snapshots that can be read, oldest first."""
     for path, content in _snapshots(files):
-        ranks = [(integer(entry.get("rank")), job_frame(parse_frames(entry.get("stack")) or ()))
-                 for entry in objects(content.get("ranks"))]  # fmt: skip
-        at = {rank: frame for rank, frame in ranks if rank is not None and frame}
-        yield SnapshotLines(path.parent.name, integer(content.get("wall_ns")) or 0, at)
+        lines = [(run_files.integer(each.get("rank")), parse_frames(each.get("stack")) or ())
+                 for each in run_files.objects(content.get("ranks"))]  # fmt: skip
+        at = {rank: frame for rank, stack in lines
+              if rank is not None and (frame := job_frame(stack))}  # fmt: skip
+        yield SnapshotLines(path.parent.name, run_files.integer(content.get("wall_ns")) or 0, at)
 
 
 def reaction_frame(found: Sequence[Reaction]) -> pl.DataFrame:
@@ -206,21 +199,21 @@ def _row(reaction: Reaction) -> dict[str, object]:
 
 
 def _reaction(host: str, line: Mapping[str, Any], result: Mapping[str, Any]) -> Reaction | None:
-    trigger, wall_ns = text(line.get("trigger")), integer(line.get("wall_ns"))
-    since = integer(line.get("since_wall_ns"))
+    trigger, wall_ns = run_files.text(line.get("trigger")), run_files.integer(line.get("wall_ns"))
+    since = run_files.integer(line.get("since_wall_ns"))
     if trigger not in ("hang", "slow") or wall_ns is None or since is None:
         return None
-    action = text(line.get("action")) or "none"
+    action = run_files.text(line.get("action")) or "none"
     unknown = "none" if action == "none" else "begun"
-    steps = [step for step in entries(result.get("steps")) if type(step) is int]
-    return read_record(
+    steps = [step for step in run_files.entries(result.get("steps")) if type(step) is int]
+    return run_files.read_record(
         Reaction, {**result, **line}, trigger=trigger, wall_ns=wall_ns, since_wall_ns=since,
-        host=host, action=action, state=text(result.get("state")) or unknown,
-        failure=text(result.get("reason")),
+        host=host, action=action, state=run_files.text(result.get("state")) or unknown,
+        failure=run_files.text(result.get("reason")),
         suspects=tuple(
-            read_record(SuspectSeen, entry, rank=rank)
-            for entry in objects(result.get("suspects"))
-            if (rank := integer(entry.get("rank"))) is not None
+            run_files.read_record(SuspectSeen, entry, rank=rank)
+            for entry in run_files.objects(result.get("suspects"))
+            if (rank := run_files.integer(entry.get("rank"))) is not None
         ),
         steps=(steps[0], steps[1]) if len(steps) == 2 else None,
     )  # fmt: skip
@@ -239,15 +232,15 @@ WATCHED_SCHEMA = {
 }  # fmt: skip
 
 
-def watched_frame(files: RunFiles) -> pl.DataFrame:
+def watched_frame(files: run_files.RunFiles) -> pl.DataFrame:
     """What each rank said last of its rolling windows; without rows where there were none."""
     rows = [
         {
             "rank": rank.rank,
             "attempt": rank.attempt,
-            **{name: integer(line.get(field)) for name, field in _COUNTS.items()},
-            **{name: number(line.get(name)) for name in _SHARES},
-            "refused": text(line.get("refused")),
+            **{name: run_files.integer(line.get(field)) for name, field in _COUNTS.items()},
+            **{name: run_files.number(line.get(name)) for name in _SHARES},
+            "refused": run_files.text(line.get("refused")),
         }
         for rank in files.ranks
         if (line := rank.last("keep_slow"))

@@ -17,7 +17,7 @@ from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_S
-from haiprof.run_analysis import before_death, counter_summaries
+from haiprof.run_analysis import before_death, counter_summaries, counters, run_files
 from haiprof.run_analysis.code_samples import CodeSamples, load_code_samples
 from haiprof.run_analysis.collectives import (
     Arrivals,
@@ -28,14 +28,7 @@ from haiprof.run_analysis.collectives import (
     tail_ratio,
 )
 from haiprof.run_analysis.counter_sources import burst_frame
-from haiprof.run_analysis.counters import (
-    ALWAYS,
-    OwnerSeries,
-    SeriesReader,
-    counter_frame,
-    counter_notes,
-    owner_series,
-)
+from haiprof.run_analysis.counters import SeriesReader
 from haiprof.run_analysis.deaths import Death, Evidence, LastStep, find_deaths, gather_evidence
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.nccl_witness import NcclReport, nccl_report
@@ -50,14 +43,6 @@ from haiprof.run_analysis.ranks import (
 )
 from haiprof.run_analysis.reactions import reaction_frame, reactions
 from haiprof.run_analysis.restarts import Goodput, RunRecord, goodput, run_record
-from haiprof.run_analysis.run_files import (
-    RankFiles,
-    RunFiles,
-    node_notes,
-    number,
-    open_rank,
-    open_run,
-)
 from haiprof.run_analysis.settings import RankSettings, read_settings
 from haiprof.run_analysis.step_frame import (
     PHASE_SCHEMA,
@@ -187,7 +172,7 @@ class RunFrames:
         return {rank: blocks for rank, blocks in found.items() if len(blocks.count)}
 
     def _blocks_within(self, rows: RankRows) -> Blocks:
-        first, last = self.between or ALWAYS
+        first, last = self.between or counters.ALWAYS
         return rows.blocks.take((rows.blocks.start_ns >= first) & (rows.blocks.end_ns <= last))
 
     def first_step(self, rank: int, attempt: int) -> pl.DataFrame:
@@ -226,21 +211,21 @@ class RunFrames:
     @_once
     def counters(self) -> pl.DataFrame:
         """One row per sample and metric; columns in `haiprof.run_analysis.counters`."""
-        return counter_frame(self.files, between=self.between)
+        return counters.counter_frame(self.files, between=self.between)
 
     def host_counters(self, hosts: Collection[str] | None) -> pl.DataFrame:
         """The rows of `counters()` of these hosts; None: all."""
-        return counter_frame(self.files, between=self.between, hosts=hosts)
+        return counters.counter_frame(self.files, between=self.between, hosts=hosts)
 
     def read_series(self, metrics: Collection[tuple[str, str]]) -> SeriesReader:
         """Reads these metrics (source, name) when asked for; what is kept is of one source."""
-        kept: dict[tuple[str, str], list[OwnerSeries]] = {}
+        kept: dict[tuple[str, str], list[counters.OwnerSeries]] = {}
 
-        def read(source: str, metric: str) -> Sequence[OwnerSeries]:
+        def read(source: str, metric: str) -> Sequence[counters.OwnerSeries]:
             wanted = {one for one in metrics if one[0] == source}
             if (source, metric) in wanted and (source, metric) not in kept:
                 kept.clear()
-                kept.update(owner_series(self.files, wanted, between=self.between))
+                kept.update(counters.owner_series(self.files, wanted, between=self.between))
             return kept.get((source, metric), ())
 
         return read
@@ -383,7 +368,7 @@ class RunFrames:
         return {rank: (rows.step_count - rows.steps.height, rows.steps["start_ns"].to_numpy())
                 for rank, rows in found.items()}  # fmt: skip
 
-    def judged_files(self) -> dict[int, RankFiles]:
+    def judged_files(self) -> dict[int, run_files.RankFiles]:
         """By rank: what it reported in the attempt that is judged."""
         judged = self._judged_attempts
         return {f.rank: f for f in self.files.ranks if judged.get(f.rank) == f.attempt}
@@ -418,8 +403,9 @@ class RunFrames:
         return [
             *part, *self.files.notes, *self._loaded.damaged,
             *(f"rank {rank}: {note}" for rank, notes in ranks.rows() for note in notes),
-            *(f"{node.host}: {note}" for node in self.files.nodes for note in node_notes(node)),
-            *counter_notes(self.files), *self._collectives[1], *self.nccl().notes,
+            *(f"{node.host}: {note}" for node in self.files.nodes
+              for note in run_files.node_notes(node)),
+            *counters.counter_notes(self.files), *self._collectives[1], *self.nccl().notes,
         ]  # fmt: skip
 
     def manifest(self) -> Manifest:
@@ -432,9 +418,9 @@ class RunFrames:
         return self.files.paths
 
     @cached_property
-    def files(self) -> RunFiles:
+    def files(self) -> run_files.RunFiles:
         """The run directory as it was found."""
-        return open_run(self.path)
+        return run_files.open_run(self.path)
 
     @cached_property
     def _loaded(self) -> _Loaded:
@@ -518,7 +504,7 @@ class RunFrames:
             key: LastStep(
                 number=int(part["step"][-1]),
                 end_ns=int(part["start_ns"][-1] + part["step_ns"][-1]),
-                usual_ns=number(part["step_ns"].median()) or 0.0,
+                usual_ns=run_files.number(part["step_ns"].median()) or 0.0,
             )
             for key, part in parts.items()
             if part.height
@@ -530,7 +516,7 @@ def read_rows(
     folder: _Named, windows: Sequence[TraceWindow], between: tuple[int, int] | None
 ) -> RankRows | str:
     """What is kept of one rank, or why it has no steps; on whichever machine."""
-    return _rows_of(_load(open_rank(folder.path)), windows, between, SharedColumns())
+    return _rows_of(_load(run_files.open_rank(folder.path)), windows, between, SharedColumns())
 
 
 def _rows_of(
@@ -543,7 +529,7 @@ def _rows_of(
     return rank_rows(rank, own, between=between, shared=shared)
 
 
-def _load(rank: RankFiles, *, end: int | None = None) -> RankSegments | str:
+def _load(rank: run_files.RankFiles, *, end: int | None = None) -> RankSegments | str:
     """The rank's steps, or why there are none."""
     try:
         return load_segments(rank, end=end)
