@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -212,54 +212,39 @@ def average_counters(
     nodes: dict[str, Means] = {}
     by_host = groupby(read_sources(files, _WANTED, coarse=True), key=lambda found: found.host)
     for host, sources in by_host:
-        own: dict[str, list[_Part]] = defaultdict(list)
-        shared: dict[str, list[_Part]] = defaultdict(list)
-        for found in sources:
-            for metric in found.metrics:
-                for each in found.series(metric):
-                    _, rank, _, entity = each.owner
-                    if found.source in _OF_RANKS and (span := of_ranks.get(rank)):
-                        own[metric.name].append((rank, each.cut(*span), span))
-                    elif found.source in _OF_NODES and (span := of_hosts.get(host)):
-                        shared[metric.name].append((entity, each.cut(*span), span))
-        for name, series in own.items():
-            average = np.mean if name in _SHARES else np.median
-            averages[name].update(
-                (int(rank or 0), float(average(values))) for rank, values in _by_owner(series)
-            )
-            if name in _SERIES:  # at most POINT_COUNT of each rank, by medians
-                thinned = pl.concat(_in_parts(*each) for each in series).group_by("rank", "part")
-                medians = thinned.agg(
+        own = defaultdict[tuple[str, int], list[OwnerSeries]](list)
+        shared = defaultdict[tuple[str, str], list[OwnerSeries]](list)
+        for found, metric in ((each, metric) for each in sources for metric in each.metrics):
+            for each in found.series(metric):
+                _, rank, _, entity = each.owner
+                if found.source in _OF_RANKS and rank is not None and rank in of_ranks:
+                    own[metric.name, rank].append(each.cut(*of_ranks[rank]))
+                elif found.source in _OF_NODES and host in of_hosts:
+                    shared[metric.name, entity or ""].append(each.cut(*of_hosts[host]))
+        for (name, rank), parts in own.items():
+            if len(values := np.concatenate([part.values for part in parts])):
+                average = np.mean if name in _SHARES else np.median
+                averages[name][rank] = float(average(values))
+        for name in _SERIES:  # at most POINT_COUNT of each rank, by medians
+            thinned = [_in_parts(rank, part, of_ranks[rank]) for (of, rank), parts in own.items()
+                       for part in parts if of == name]  # fmt: skip
+            if thinned:
+                medians = pl.concat(thinned).group_by("rank", "part").agg(
                     pl.col("time_ns").median().cast(pl.Int64), pl.col("value").median()
-                ).with_columns(metric=pl.lit(name, _METRIC))
+                ).with_columns(metric=pl.lit(name, _METRIC))  # fmt: skip
                 points.append(medians.sort("rank", "time_ns").select(*POINT_SCHEMA))
-        means: dict[str | None, dict[str, float | None]] = defaultdict(dict)
-        for name, series in sorted(shared.items()):
-            for owner, values in _by_owner(series):
-                means[None if owner is None else str(owner)][name] = float(values.mean())
-        nodes[host] = {each: means[each] for each in sorted(means, key=lambda e: e or "")}
+        means: dict[str, dict[str, float | None]] = defaultdict(dict)
+        for (name, entity), parts in sorted(shared.items()):
+            if len(values := np.concatenate([part.values for part in parts])):
+                means[entity][name] = float(values.mean())
+        nodes[host] = {entity or None: means[entity] for entity in sorted(means)}
     return CounterAverages(
         of_ranks={metric: dict(sorted(own.items())) for metric, own in sorted(averages.items())},
-        points=pl.concat(points),
-        nodes=nodes,
-    )
+        points=pl.concat(points), nodes=nodes,
+    )  # fmt: skip
 
 
-_Part = tuple[int | str | None, OwnerSeries, TimeRange]
-"""Owner, and what was sampled of it in a time."""
-
-
-def _by_owner(parts: Sequence[_Part]) -> Iterator[tuple[int | str | None, Floats]]:
-    """All values of each owner that has any."""
-    found: dict[int | str | None, list[Floats]] = defaultdict(list)
-    for owner, series, _ in parts:
-        found[owner].append(series.values)
-    for owner, own in found.items():
-        if len(values := np.concatenate(own)):
-            yield owner, values
-
-
-def _in_parts(rank: int | str | None, series: OwnerSeries, span: TimeRange) -> pl.DataFrame:
+def _in_parts(rank: int, series: OwnerSeries, span: TimeRange) -> pl.DataFrame:
     """With `part`: in which of POINT_COUNT parts of its time a sample is."""
     part = (series.time_ns - span[0]) // max((span[1] - span[0]) // POINT_COUNT, 1)
     columns = {"part": part, "time_ns": series.time_ns, "value": series.values}
