@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from haiprof.base.descriptors import Descriptor
+from haiprof.base.errors import UsageError, convert_os_errors
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -201,6 +202,18 @@ def named_file(path: Path) -> Iterator[BinaryIO]:
     with whole_file(target, below=target.parent, mode=0o666) as file:
         if found is not None:
             os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode))
+        yield file
+
+
+@contextlib.contextmanager
+def output_file(path: Path, *, force: bool, below: Path | None = None) -> Iterator[BinaryIO]:
+    """A file that the user named: whole or absent, and never over another by mistake."""
+    if os.path.lexists(path) and not path.is_file():
+        raise UsageError(f"{path}: is not a regular file", hint="without -o: standard output")
+    if path.exists() and not force:
+        raise UsageError(f"{path}: already exists", hint="--force replaces it")
+    target = named_file(path) if below is None else whole_file(path, below=below)
+    with convert_os_errors(UsageError, f"{path}: cannot be written"), target as file:
         yield file
 
 

@@ -53,7 +53,7 @@ def preflight(
 
       haiprof preflight --json srun -N 4 torchrun --nnodes 4 ... train.py | jq -r .slurm
     """
-    from haiprof.base.output_file import output_file
+    from haiprof.base.safe_files import output_file
     from haiprof.diagnosis.named_nodes import keep_preflight
     from haiprof.diagnosis.preflight import judge_preflight
     from haiprof.live.preflight import run_preflight

@@ -144,7 +144,7 @@ def lines(
       haiprof verdict lines --speedscope stacks.json      for speedscope
       haiprof verdict lines --json | jq '.lines[0]'
     """
-    from haiprof.base.output_file import output_file
+    from haiprof.base.safe_files import output_file
     from haiprof.live.external_sampling import read_samples
     from haiprof.run_analysis import flame_graph as stack_export
     from haiprof.show.flame import LINE_PARTS, sampled_lines

@@ -70,7 +70,7 @@ def skill(
       haiprof skill                         into .claude/skills of this folder
       haiprof skill ~/.codex/skills         for another agent
     """
-    from haiprof.base.output_file import output_file
+    from haiprof.base.safe_files import output_file
 
     path = directory / "haiprof" / "SKILL.md"
     path.parent.mkdir(parents=True, exist_ok=True)

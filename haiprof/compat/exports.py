@@ -13,8 +13,7 @@ from typing import Any, BinaryIO
 import polars as pl
 
 from haiprof.base.errors import UsageError, convert_os_errors
-from haiprof.base.output_file import output_file
-from haiprof.base.safe_files import make_named_folder
+from haiprof.base.safe_files import make_named_folder, output_file
 from haiprof.base.units import NS_PER_MS, NS_PER_S, SPACES, visible
 from haiprof.run_analysis.counter_sources import RawSeries, raw_counters
 from haiprof.run_analysis.run_files import RunFiles

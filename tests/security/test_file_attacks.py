@@ -23,12 +23,12 @@ import pytest
 
 from haiprof.agent.trace_finisher import finish_parts, remove_torn
 from haiprof.base.errors import HaiprofError
-from haiprof.base.output_file import output_file
 from haiprof.base.safe_files import (
     MadeFolder,
     make_folder,
     named_file,
     open_to_append,
+    output_file,
     remove_file,
     rename,
     write_file,

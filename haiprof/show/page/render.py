@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.ledger import position_words
-from haiprof.base.output_file import output_file
-from haiprof.base.safe_files import file_size
+from haiprof.base.safe_files import file_size, output_file
 from haiprof.base.units import MISSING, SPACES, bytes_text, duration_text, visible
 from haiprof.base.version import __version__
 from haiprof.run_analysis.run_frames import RunFrames
