@@ -29,10 +29,7 @@ def step() -> None:
 
 # Names loaded on first use: the hook imports this package inside the job, where nothing of the
 # analysis (polars, plotly) may be loaded or even installed.
-_LAZY = {
-    "Analyzer": "haiprof.api.analyzer",
-    "TraceAnalysis": "haiprof.api.trace_analysis",
-}
+_LAZY = {"Analyzer": "haiprof.api.analyzer", "TraceAnalysis": "haiprof.api.trace_analysis"}
 
 
 def __getattr__(name: str) -> object:

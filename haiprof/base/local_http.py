@@ -103,10 +103,7 @@ def _entries(peer: Address, own: Address) -> list[tuple[str, bytes]]:
     if len(ends[0][0]) > _IPV4_BYTES:
         return [("tcp6", _entry(ends))]
     # A program may have opened an IPv6 socket for an IPv4 address.
-    return [
-        ("tcp", _entry(ends)),
-        ("tcp6", _entry([(_MAPPED + a, port) for a, port in ends])),
-    ]
+    return [("tcp", _entry(ends)), ("tcp6", _entry([(_MAPPED + a, port) for a, port in ends]))]
 
 
 def _pack_address(host: str) -> bytes:

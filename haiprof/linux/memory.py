@@ -77,7 +77,6 @@ def parse_memory_sizes() -> Callable[[bytes], Values]:
     return parse
 
 
-
 def pressure_reading(path: Path, resource: str, *, lacking: str, full: bool = True) -> Reading:
     """Pressure by some, and by all tasks."""
     columns = [f"pressure_{resource}_{kind}_ns" for kind in ("some", "full")[: 1 + full]]

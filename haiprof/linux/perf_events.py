@@ -79,7 +79,6 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-
 @dataclass(slots=True)
 class ScaledSum:
     """What some open counters of one event come to, as a count that only grows."""

@@ -20,14 +20,7 @@ from haiprof.run_analysis import folded_steps
 from haiprof.run_analysis.nesting import Codes, Nested, Spans, kind_table, take_rows, unpack
 from haiprof.run_analysis.run_files import RankFiles, read_table, record_columns
 from haiprof.run_analysis.step_positions import is_inside, place_in
-from haiprof.run_analysis.steps import (
-    BOUNDARIES,
-    PHASES,
-    SPAN_PHASES,
-    WORDS,
-    Segmentation,
-    segment,
-)
+from haiprof.run_analysis.steps import BOUNDARIES, PHASES, SPAN_PHASES, WORDS, Segmentation, segment
 from haiprof.run_format import schema
 from haiprof.run_format.folded import read_of_one_folding
 from haiprof.run_format.layout import RankPaths
