@@ -429,28 +429,26 @@ class RemoteMemorySampler(RankSampler):
     table = REMOTE_MEMORY
 
     def __init__(
-        self, node: Node, *, kernel: Kernel | None = None,
-        events: Mapping[str, Event | Unavailable] | None = None,
-        spare: Callable[[], int] | None = None,
-    ) -> None:  # fmt: skip
+        self, node: Node, *, kernel: Kernel | None = None, spare: Callable[[], int] | None = None
+    ) -> None:
         super().__init__(node)
-        self._kernel = kernel or Kernel()
-        self._cpu = read_cpu(self.root)
-        self._events = dict(events or core_events(self._cpu))
-        self._spare = spare or spare_files
+        self.kernel = kernel or Kernel()
+        self.cpu = read_cpu(self.root)
+        self.events = dict(core_events(self.cpu))
+        self.spare = spare or spare_files  # how many more files may be opened
 
     def find(self) -> Iterable[Entity]:
         """Tries each event on haiprof's own thread; ranks come with `refresh`."""
         refuse = partial(refusal, root=self.root, allowing=_OWN_PROCESS)
-        for column, event in self._events.items():
+        for column, event in self.events.items():
             if isinstance(event, Event):
                 try:
-                    self._kernel.close(self._kernel.open(event.attr(), 0, -1))
+                    self.kernel.close(self.kernel.open(event.attr(), 0, -1))
                 except OSError as error:
-                    virtual = no_core_pmu(self.root, self._cpu)
-                    self._events[column] = refuse(error, event, virtual=virtual)
-        refusals = {c: each for c, each in self._events.items() if isinstance(each, Unavailable)}
-        if len(refusals) == len(self._events):
+                    virtual = no_core_pmu(self.root, self.cpu)
+                    self.events[column] = refuse(error, event, virtual=virtual)
+        refusals = {c: each for c, each in self.events.items() if isinstance(each, Unavailable)}
+        if len(refusals) == len(self.events):
             raise next(iter(refusals.values()))
         for column, why in refusals.items():
             self.missing.note(column, why)
@@ -458,43 +456,33 @@ class RemoteMemorySampler(RankSampler):
 
     def header(self) -> dict[str, object]:
         """`entities`, and `events`: what fills each column."""
-        events = {c: each.name for c, each in self._events.items() if isinstance(each, Event)}
+        events = {c: each.name for c, each in self.events.items() if isinstance(each, Event)}
         return {**super().header(), "events": events}
 
-    def readings(self, process: RankProcess) -> tuple[Reading, ...]:
+    def readings(self, process: RankProcess) -> tuple[Reading]:
         """One reading of all counters; they are opened at the first."""
-        counters = RankCounters(
-            process, self._events, root=self.root, kernel=self._kernel, spare=self._spare,
-            virtual=self._cpu.virtual,
-        )  # fmt: skip
+        counters, columns = _RankCounters(process, self), (*self.events, "counted_ratio")
         origin = f"perf_event_open, threads of process {process.pid}"
-        columns = (*self._events, "counted_ratio")
-        return (
-            Reading(columns=columns, origin=origin, read=counters.read, close=counters.close),
-        )  # fmt: skip
+        return (Reading(columns=columns, origin=origin, read=counters.read, close=counters.close),)
 
 
 @dataclass
-class RankCounters:
+class _RankCounters:
     """The counters of one process: one per event and thread, inherited by what starts later."""
 
     process: RankProcess
-    events: Mapping[str, Event | Unavailable]
-    root: Path
-    kernel: Kernel
-    spare: Callable[[], int]  # how many more files may be opened
-    virtual: bool
+    of: RemoteMemorySampler
     _counters: Counters | None = None
 
     def read(self) -> Sequence[Value | Unavailable]:
         """One value per event, then the share of the time in which they counted."""
-        if read_start_ticks(self.root, self.process.pid) != self.process.start_ticks:
+        if read_start_ticks(self.of.root, self.process.pid) != self.process.start_ticks:
             raise EntityGone
         self._counters = counters = self._counters or self._open()
-        values = counters.read(dict.fromkeys(self.events, "reading a counter"))
+        values = counters.read(dict.fromkeys(self.of.events, "reading a counter"))
         done = values.get(INSTRUCTIONS)
         nothing = values.get(LOCAL_FILLS) == 0  # nobody runs so much without a byte from memory
-        if self.virtual and isinstance(done, int) and done > _MANY and nothing:
+        if self.of.cpu.virtual and isinstance(done, int) and done > _MANY and nothing:
             values |= {LOCAL_FILLS: _FILTERED, REMOTE_FILLS: _FILTERED}
         return (*values.values(), counters.take_share())
 
@@ -510,13 +498,13 @@ class RankCounters:
         # which thread has started it: everything is then opened anew.
         for _ in range(_TRIES):
             threads = self._threads()
-            count, spare = len(threads), self.spare()
-            needed = count * sum(isinstance(each, Event) for each in self.events.values())
+            count, spare = len(threads), self.of.spare()
+            needed = count * sum(isinstance(each, Event) for each in self.of.events.values())
             if needed > spare:
                 reason = f"{count} threads need {needed} open files, haiprof may open {spare}"
                 raise Unavailable(reason, status="denied", remedy="a higher ulimit -n")
-            counters = Counters(self.kernel)
-            for column, event in self.events.items():
+            counters = Counters(self.of.kernel)
+            for column, event in self.of.events.items():
                 if isinstance(event, Unavailable):
                     counters.refuse(column, event)
                     continue
@@ -524,7 +512,7 @@ class RankCounters:
                 try:
                     counters.open(column, event, unit, pids=sorted(threads), cpu=-1)
                 except OSError as error:
-                    why = refusal(error, event, self.root, allowing=_OWN_PROCESS, virtual="")
+                    why = refusal(error, event, self.of.root, allowing=_OWN_PROCESS, virtual="")
                     counters.refuse(column, why)
             if self._threads() <= threads:
                 return counters
@@ -533,7 +521,8 @@ class RankCounters:
 
     def _threads(self) -> set[int]:
         try:
-            return {int(name) for name in os.listdir(f"{self.root}/proc/{self.process.pid}/task")}
+            folder = f"{self.of.root}/proc/{self.process.pid}/task"
+            return {int(name) for name in os.listdir(folder)}
         except OSError:
             raise EntityGone from None
 

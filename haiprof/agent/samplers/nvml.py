@@ -30,43 +30,29 @@ NO_LIBRARY_REMEDY = "in a container: NVIDIA_DRIVER_CAPABILITIES=utility,compute"
 _OLD_BINDING_REMEDY = "pip install --upgrade nvidia-ml-py"
 
 # nvmlReturn_t, nvml.h
-INVALID_ARGUMENT = 2
-NOT_SUPPORTED = 3
-NO_PERMISSION = 4
-NOT_FOUND = 6
-TIMEOUT = 10
-LIBRARY_NOT_FOUND = 12
-FUNCTION_NOT_FOUND = 13
-GPU_IS_LOST = 15
-RESET_REQUIRED = 16
-OPERATING_SYSTEM = 17
-LIB_RM_VERSION_MISMATCH = 18
-ARGUMENT_VERSION_MISMATCH = 25
-DEPRECATED = 26
-
-_LOST = (GPU_IS_LOST, RESET_REQUIRED)
+NOT_SUPPORTED, NO_PERMISSION, TIMEOUT, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND = 3, 4, 10, 12, 13
+GPU_IS_LOST, RESET_REQUIRED, VERSION_MISMATCH, DEPRECATED = 15, 16, 25, 26
 _CODES: Mapping[int, tuple[Status, str, str]] = {
-    INVALID_ARGUMENT: ("unsupported", "Invalid Argument", ""),
+    2: ("unsupported", "Invalid Argument", ""),
     NOT_SUPPORTED: ("unsupported", "Not Supported", ""),
     NO_PERMISSION: ("denied", "Insufficient Permissions",
                     "the right to /dev/nvidia*, in a container with all of this GPU"),
-    NOT_FOUND: ("absent", "Not Found", ""),
+    6: ("absent", "Not Found", ""),
     TIMEOUT: ("absent", "Timeout", ""),
     LIBRARY_NOT_FOUND: ("absent", "", NO_LIBRARY_REMEDY),
     FUNCTION_NOT_FOUND: ("unsupported", "", "a newer NVIDIA driver"),
     GPU_IS_LOST: ("absent", "GPU is lost", ""),
     RESET_REQUIRED: ("absent", "GPU requires restart", ""),
-    OPERATING_SYSTEM: ("absent", "", "the right to /dev/nvidia* (file modes, cgroup device rules)"),
-    LIB_RM_VERSION_MISMATCH: ("absent", "", "a reboot: library and kernel module are of different "
-                              "versions"),
-    ARGUMENT_VERSION_MISMATCH: ("unsupported", "", ""),
+    17: ("absent", "", "the right to /dev/nvidia* (file modes, cgroup device rules)"),  # of the OS
+    18: ("absent", "", "a reboot: library and kernel module are of different versions"),
+    VERSION_MISMATCH: ("unsupported", "", ""),  # of an argument
     DEPRECATED: ("unsupported", "deprecated, no longer answered", ""),
 }  # fmt: skip
 """By code: what it says of a call, NVML's words for it, and what helps."""
 # These last as long as the driver runs; an invalid argument may be temporary (two GPM samples too
 # close to each other).
-_LASTING = (NOT_SUPPORTED, NO_PERMISSION, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND,
-            ARGUMENT_VERSION_MISMATCH, DEPRECATED)  # fmt: skip
+_LASTING = (NOT_SUPPORTED, NO_PERMISSION, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, VERSION_MISMATCH,
+            DEPRECATED)  # fmt: skip
 
 # NVML holds the driver's global lock, which the job's own allocations wait for (MangoHud pull
 # request 2104): longer samples are taken less often. It is the whole sample that is timed.
@@ -175,7 +161,7 @@ class Device:
 
     def check(self, code: int, reason: str) -> None:
         """Ends the use of a GPU whose return code says that it is lost."""
-        if code in _LOST:
+        if code in (GPU_IS_LOST, RESET_REQUIRED):
             self.is_lost = True
             self.missing.note(self.name, Unavailable(f"{reason}; no further values"))
             raise EntityGone

@@ -83,15 +83,9 @@ def test_live_rank_is_counted_over_old_and_new_threads_and_children(
     bits = EXCLUDE_KERNEL | INHERIT
     faults = Event(name="page-faults", type=TYPE_SOFTWARE, config=2, bits=bits)
     none = Unavailable("not asked for")
-    events: dict[str, Event | Unavailable] = {
-        "instruction_count": faults,
-        "cycle_count": none,
-        "local_dram_bytes": none,
-        "remote_dram_bytes": none,
-    }
-    sampler = RemoteMemorySampler(
-        Node(run=RunPaths(tmp_path), host=HOST, pid=job.pid), events=events
-    )
+    sampler = RemoteMemorySampler(Node(run=RunPaths(tmp_path), host=HOST, pid=job.pid))
+    sampler.events = {"instruction_count": faults, "cycle_count": none, "local_dram_bytes": none,
+                      "remote_dram_bytes": none}  # fmt: skip
     if any(each.status == "denied" for each in sampler.open()):
         pytest.skip("perf_event_open is refused here")
     counts = [sampled(sampler)[0]["instruction_count"] or 0]
