@@ -38,14 +38,6 @@ _ACTIVITIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One datagram."""
-
-    type: bytes
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """A process's request for a configuration."""
 
@@ -59,13 +51,11 @@ def encode(kind: bytes, payload: bytes) -> bytes:
     return _HEAD.pack(len(payload), kind) + payload
 
 
-def decode(datagram: bytes) -> Message | None:
-    """The message of a datagram; None if it is malformed."""
-    if len(datagram) < _HEAD.size:
-        return None
-    size, kind = _HEAD.unpack_from(datagram)
-    payload = datagram[_HEAD.size :]
-    return Message(type=kind.rstrip(b"\0"), payload=payload) if size == len(payload) else None
+def decode(datagram: bytes) -> tuple[bytes, bytes]:
+    """Kind and payload of a datagram; both empty if it is malformed."""
+    head, payload = datagram[: _HEAD.size], datagram[_HEAD.size :]
+    size, kind = _HEAD.unpack(head) if len(head) == _HEAD.size else (-1, b"")
+    return (kind.rstrip(b"\0"), payload) if size == len(payload) else (b"", b"")
 
 
 def decode_ask(payload: bytes) -> Ask | None:
@@ -94,7 +84,7 @@ class PrivateFolder:
     """A folder for the sockets of one job, which its owner alone may enter."""
 
     made: MadeFolder
-    _fd: int = field(default=-1)
+    _fd: int = -1
 
     @classmethod
     def create(cls, wanted: Path) -> PrivateFolder:
@@ -230,7 +220,7 @@ def ask_agent(address: str, question: Mapping[str, Any]) -> dict[str, Any]:
         try:
             ours.connect(address)
             ours.send(encode_ours(question))
-            message = decode(ours.recv(_ANSWER_LIMIT_BYTES))
+            kind, payload = decode(ours.recv(_ANSWER_LIMIT_BYTES))
         except TimeoutError:
             raise NoAgentError(
                 f"{shown}: what listens there is not haiprof's agent",
@@ -241,7 +231,7 @@ def ask_agent(address: str, question: Mapping[str, Any]) -> dict[str, Any]:
                 f"{shown}: no agent listens there ({error.strerror or error})",
                 hint="haiprof trace kineto-agent listens for jobs that run without haiprof",
             ) from None
-    answer = read_object(message.payload) if message and message.type == OURS else None
+    answer = read_object(payload) if kind == OURS else None
     if answer is None:
         raise NoAgentError(f"{shown}: its answer cannot be read")
     if "error" in answer:
@@ -449,24 +439,22 @@ class KinetoAgent:
         # A process waits 0.1 s for an answer, so this thread does nothing else. libkineto
         # terminates its process on an answer from a path that does not begin with its configured
         # folder: such a process gets no answer.
-        message = decode(datagram)
-        if message is None:
-            return False
-        if message.type == OURS:
-            question = read_object(message.payload)
+        kind, payload = decode(datagram)
+        if kind == OURS:
+            question = read_object(payload)
             if question is None:
                 return False
             self._send(encode_ours(self.pending.answer(question)), sender)
             return True
         if not self._is_below_us(sender):
             return False
-        ask = decode_ask(message.payload) if message.type == REQUEST else None
+        ask = decode_ask(payload) if kind == REQUEST else None
         if ask is not None:
             text, request = self.pending.note_client(pid, ask)
             if self._send(encode(REQUEST, os.fsencode(text)), sender) and request:
                 self.pending.note_delivery(pid, request)
             return True
-        if message.type == CONTEXT and len(message.payload) == CONTEXT_STATED.size:
+        if kind == CONTEXT and len(payload) == CONTEXT_STATED.size:
             sharing = COUNT.pack(max(len(self.pending.clients), 1))
             self._send(encode(CONTEXT, sharing), sender)
             return True
