@@ -16,13 +16,13 @@ from typing import Any
 
 from haiprof.agent.notifications import Notifier, find_grown_accounts
 from haiprof.agent.step_watch import Alarm, Node, Watch
+from haiprof.base.code_places import parse_frames, stack_text
 from haiprof.base.messages import print_message
 from haiprof.base.options import Options
 from haiprof.base.safe_files import create_file, make_private
 from haiprof.base.subcommand import end_child
 from haiprof.base.units import duration_text
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.stack_frames import parse_frames, stack_text
 from haiprof.run_format.writer import append_line
 
 LOOK_S = 2.0

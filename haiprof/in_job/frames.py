@@ -18,9 +18,8 @@ from collections.abc import Container, Sequence
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from haiprof.base.code_places import is_library
+from haiprof.base.code_places import Frame, is_library
 from haiprof.in_job.loops import find_loop
-from haiprof.run_format.stack_frames import Frame
 from haiprof.run_format.stack_lines import LEFT_OUT
 
 Place = tuple[CodeType, int]  # where a frame is: its code and its instruction's offset in bytes

@@ -20,13 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from haiprof.base.code_places import Frame, own_frame
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.in_job.frames import frame_lines, read_stacks, why_not_safe
 from haiprof.in_job.identity import named_rank, restart
 from haiprof.in_job.threads import call_within
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import SCHEMA_VERSION
-from haiprof.run_format.stack_frames import Frame, own_frame
 
 HISTORY_RATIO = 0.9  # share of its limit that the peak must reach before `auto` records it
 HISTORY_ENTRIES = 20_000  # allocations and releases that are kept, of some hundred bytes each

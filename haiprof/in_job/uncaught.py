@@ -22,13 +22,13 @@ from traceback import walk_stack, walk_tb
 from types import BuiltinFunctionType, TracebackType
 from typing import Any, NoReturn
 
+from haiprof.base.code_places import Frame, own_frame
 from haiprof.base.safe_files import make_folder, write_file
 from haiprof.in_job.frames import compiled_part
 from haiprof.in_job.identity import named_rank, process_details
 from haiprof.in_job.threads import call_within
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.secrets import mask_text
-from haiprof.run_format.stack_frames import Frame, own_frame
 
 WRITE_WAIT_S = 1.0  # so long a run directory without an answer may hold a process that fails
 MESSAGE_CHARS = 4_000

@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 
-from haiprof.base.code_places import is_library
+from haiprof.base.code_places import Stack, frame_text, is_library, own_frame, parse_frames
 from haiprof.base.errors import MissingDataError
 from haiprof.base.safe_files import make_folder
 from haiprof.base.units import NS_PER_S
@@ -50,7 +50,6 @@ from haiprof.run_analysis.nccl_witness import files_of_run
 from haiprof.run_analysis.process_ends import workers_last_at
 from haiprof.run_analysis.run_files import RunFiles, integer, objects, open_run
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.stack_frames import Stack, frame_text, own_frame, parse_frames
 from haiprof.run_format.writer import write_json
 
 LOOKED_AT = 2

@@ -12,12 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from haiprof.base.errors import MissingDataError
-from haiprof.base.units import ranks_text, visible
-from haiprof.run_analysis.collectives import Mismatch
-from haiprof.run_analysis.nccl_witness import NcclRank, nccl_report, ranks_behind
-from haiprof.run_analysis.run_files import RunFiles, integer, mapping, objects, text
-from haiprof.run_format.stack_frames import (
+from haiprof.base.code_places import (
     Frame,
     Stack,
     frame_text,
@@ -25,6 +20,11 @@ from haiprof.run_format.stack_frames import (
     parse_frames,
     stack_text,
 )
+from haiprof.base.errors import MissingDataError
+from haiprof.base.units import ranks_text, visible
+from haiprof.run_analysis.collectives import Mismatch
+from haiprof.run_analysis.nccl_witness import NcclRank, nccl_report, ranks_behind
+from haiprof.run_analysis.run_files import RunFiles, integer, mapping, objects, text
 
 
 @dataclass(slots=True)

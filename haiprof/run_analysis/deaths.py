@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import polars as pl
 
+from haiprof.base.code_places import Frame, frame_text, own_frame
 from haiprof.base.errors import HaiprofError
 from haiprof.base.units import NS_PER_S, duration_text, later_text, ranks_text
 from haiprof.run_analysis.collectives import Mismatch, find_mismatches
@@ -43,7 +44,6 @@ from haiprof.run_analysis.run_files import RankFiles, RunFiles, integer
 from haiprof.run_analysis.scheduler_ends import SLURM_STATES, SchedulerEnd, scheduler_ends
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, run_folders
-from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 TOGETHER_NS = 2 * NS_PER_S  # ranks that fail alike within this time failed of the same

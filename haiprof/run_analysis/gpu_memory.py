@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from haiprof.base.code_places import Frame, frame_text, own_frame, parse_frames
 from haiprof.base.intervals import Ints
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import bytes_text
 from haiprof.run_analysis import run_files
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.stack_frames import Frame, frame_text, own_frame, parse_frames
 
 LEAK_REMEDY = (
     "look for tensors on the GPU that are kept from each step: losses and outputs in lists without "

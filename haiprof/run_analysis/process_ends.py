@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from haiprof.base.code_places import is_library
+from haiprof.base.code_places import Frame, Stack, frame_text, is_library, own_frame, parse_frames
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import NS_PER_S, bytes_text, shorten, without_source_places
 from haiprof.run_analysis.code_samples import SampledProcess, StackTree, read_stack_file
@@ -37,7 +37,6 @@ from haiprof.run_analysis.run_files import (
 from haiprof.run_format.layout import RankPaths
 from haiprof.run_format.schema import HEARTBEAT, KIND_NAMES, NULL_I64
 from haiprof.run_format.secrets import mask_text
-from haiprof.run_format.stack_frames import Frame, Stack, frame_text, own_frame, parse_frames
 from haiprof.run_format.stack_lines import WAITS
 
 _UNCAUGHT_LIMIT = 1 << 20

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
+from haiprof.base.code_places import Frame, frame_text, job_frame, parse_frames
 from haiprof.base.errors import RunFormatError
 from haiprof.run_analysis import run_files
 from haiprof.run_format.reader import read_json
-from haiprof.run_format.stack_frames import Frame, frame_text, job_frame, parse_frames
 from haiprof.trace_format.frame_columns import Columns, types_of
 
 _NOWHERE = ("nothing:", "not known:")

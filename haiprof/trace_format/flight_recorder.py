@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import polars as pl
 
+from haiprof.base.code_places import frame_text, own_frame
 from haiprof.base.errors import TraceFormatError
-from haiprof.run_format.stack_frames import frame_text, own_frame
 from haiprof.run_format.unpack import read_text
 from haiprof.trace_format.execution import JsonError
 from haiprof.trace_format.memory_snapshot import read_plain_pickle

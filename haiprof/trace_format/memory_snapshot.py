@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import polars as pl
 
+from haiprof.base.code_places import Frame, frame_text, own_frame
 from haiprof.base.collector import pause_collector
 from haiprof.base.errors import TraceFormatError
-from haiprof.run_format.stack_frames import Frame, frame_text, own_frame
 from haiprof.run_format.unpack import read_text
 
 _VERSION = 1  # version of plain_pickle.c; one that was built from an older text is not used

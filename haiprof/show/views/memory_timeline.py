@@ -81,7 +81,7 @@ class SnapshotAnswers:
 
 def snapshot_answers(path: Path) -> SnapshotAnswers:
     """Reads a snapshot; nothing in it is executed."""
-    from haiprof.run_format.stack_frames import frame_text, own_frame
+    from haiprof.base.code_places import frame_text, own_frame
 
     found = read_memory_snapshot(path)
     free = found.blocks.filter(pl.col("state") == "inactive").group_by("device").agg(

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType, group
 from rich.text import Text
 from rich.tree import Tree
 
-from haiprof.base.code_places import is_library
+from haiprof.base.code_places import frame_text, is_library
 from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text
 from haiprof.diagnosis.verdict import Verdict
 from haiprof.live.attach import RECORDED, Attached
@@ -20,7 +20,6 @@ from haiprof.live.snapshot import Snapshot, SuspectDetails
 from haiprof.live.standstill import Node, Suspect, doing
 from haiprof.live.trace_now import TraceNow, failures
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_format.stack_frames import frame_text
 from haiprof.show.card import verdict_card
 from haiprof.show.figures.style import PHASE_COLORS, PHASES
 from haiprof.show.run_header import RunHeader

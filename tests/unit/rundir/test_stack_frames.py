@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from haiprof.run_format.stack_frames import parse_frames
+from haiprof.base.code_places import parse_frames
 
 MAIN = ["/home/me/train.py", 12, "main"]
 HOOK = [
