@@ -63,9 +63,7 @@ def difference(left: Intervals, right: Intervals) -> Intervals:
 def complement(intervals: Intervals) -> Intervals:
     """All time outside the intervals."""
     lowest, highest = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-    starts = np.append(lowest, intervals.ends)
-    ends = np.append(intervals.starts, highest)
-    return Intervals(starts, ends)
+    return Intervals(np.append(lowest, intervals.ends), np.append(intervals.starts, highest))
 
 
 def covered_lengths(intervals: Intervals, starts: Ints, ends: Ints) -> Ints:

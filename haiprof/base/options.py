@@ -55,9 +55,7 @@ ENV_LOG_DIR = "HAIPROF_LOG_DIR"  # an option's, as all HAIPROF_* of the table be
 ENV_UNPACK_LIMIT = "HAIPROF_UNPACK_LIMIT"  # MiB that a packed file may become, where that is much
 ENV_NSYS = "HAIPROF_NSYS"  # Nsight Systems' command, where it is not on PATH
 ENV_CACHE_LIMIT = "HAIPROF_CACHE_LIMIT"  # MB that may be kept of traces in the user's cache folder
-ENV_PEAK = (
-    "HAIPROF_PEAK"  # what the device can do at most, as `haiprof trace efficiency --peak` takes it
-)
+ENV_PEAK = "HAIPROF_PEAK"  # the device's most, as `haiprof trace efficiency --peak` takes it
 ENV_DCGM_URL = "HAIPROF_DCGM_URL"  # where DCGM's exporter answers, and that it is wanted
 ENV_RENDEZVOUS = "HAIPROF_RENDEZVOUS"  # set by `haiprof submit`: where a job's nodes meet
 ENV_TRY_LOADER = "HAIPROF_TRY_LOADER"  # set by `haiprof try-loader`: FOLDER:MODE of one trial

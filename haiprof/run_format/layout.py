@@ -9,9 +9,7 @@ from pathlib import Path
 MANIFEST_NAME = "run.json"
 BOOT_CONFIG_NAME = "config.json"
 AGREED_PREFIX = ".agreed-"  # in traces/.parts: files in which ranks settle what they all trace
-BOOT_FAILURES_NAME = (
-    "failures.log"  # in_job/boot/sitecustomize.py spells it out: it imports nothing
-)
+BOOT_FAILURES_NAME = "failures.log"  # in_job/boot/sitecustomize.py has it too: it imports nothing
 SIDECAR_SUFFIX = ".part.json"
 RAW_SUFFIX = ".trace.json"
 ET_RAW_SUFFIX = ".et.json"

@@ -2,7 +2,7 @@
 
 The rank makes it (`in_job/spans.py`) and hands its descriptor to the agent of its node with the
 first message (`in_job/commands.py`). When the process has ended, the agent adds to phases.rec what
-never came there (`agent/relay.py`). All is in words of 64 bits, little-endian: a header, then
+never came there (`agent/node_agent.py`). All is in words of 64 bits, little-endian: a header, then
 records as in phases.rec, the oldest of which is overwritten by the next.
 """
 
