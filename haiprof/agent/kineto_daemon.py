@@ -179,13 +179,11 @@ class TraceRequest:
         """Who passes it on to the processes."""
         return "dynolog" if self.endpoint else "kineto"
 
-    def text(self, log_file: str) -> str:
+    def text(self, log: str) -> str:
         """As Kineto reads it."""
-        if any(character in log_file for character in _UNREADABLE):
-            raise UsageError(
-                f"{log_file!r}: Kineto cannot take a path with a line break or a '#' in it"
-            )
-        lines = [f"ACTIVITIES_LOG_FILE={log_file}"]
+        if any(character in log for character in _UNREADABLE):
+            raise UsageError(f"{log!r}: Kineto cannot take a path with a line break or a '#' in it")
+        lines = [f"ACTIVITIES_LOG_FILE={log}"]
         if self.time_s:
             lines += [
                 f"PROFILE_START_TIME={self.start_wall_ns // 1_000_000}",

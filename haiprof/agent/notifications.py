@@ -54,9 +54,7 @@ Item = TypeVar("Item")
 class Outbox(Generic[Item]):
     """Hands items on in a thread of its own: nobody waits; beyond `most` the oldest is dropped."""
 
-    def __init__(
-        self, name: str, deliver: Callable[[Item], None], *, most: int = QUEUE_LIMIT
-    ) -> None:
+    def __init__(self, name: str, deliver: Callable[[Item], None], most: int = QUEUE_LIMIT) -> None:
         self.changed = threading.Condition()  # held from a look at `queue` to the `put` after it
         self.queue: deque[Item] = deque(maxlen=most)
         self._deliver = deliver
@@ -111,9 +109,7 @@ class Notifier:
     def __post_init__(self) -> None:
         self._outbox = Outbox("haiprof-notify", self._deliver)
 
-    def send(
-        self, event: str, text: str, complete: Complete | None = None, **details: object
-    ) -> None:
+    def send(self, event: str, text: str, complete: Complete | None = None, **more: object) -> None:
         """Queues an event; drops it where there are too many, and says so in the next one.
 
         It is a `hang`, `hang_end`, `slow`, `death` or `end`. `complete` is called in the thread
@@ -129,7 +125,7 @@ class Notifier:
             self._count += 1
             self._sent_at_s[event] = now
             body = {"text": f"haiprof: {self.identity.get('job')}: {text}", "event": event,
-                    "time_s": round(time.time(), 3), **self.identity, **details,
+                    "time_s": round(time.time(), 3), **self.identity, **more,
                     "left_out": dict(self._left_out)}  # fmt: skip
             self._left_out.clear()
             self._outbox.put((body, complete))

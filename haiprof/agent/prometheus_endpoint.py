@@ -58,11 +58,9 @@ class Scrape:
         try:
             server = _server(self._latest, port, readers(self._options.prometheus_allow))
         except (ImportError, OSError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            self._note({"port": port, "status": "refused", "reason": reason})
-            print_message(
-                f"port {port}: {reason}: no live counters for Prometheus; all else goes on"
-            )
+            why = getattr(error, "strerror", None) or str(error)
+            self._note({"port": port, "status": "refused", "reason": why})
+            print_message(f"port {port}: {why}: no live counters for Prometheus; all else goes on")
             return
         self._note({"port": port, "status": "serving"})
         if not self._options.quiet:

@@ -290,10 +290,8 @@ class RankWatch:
         if kind in _ENDS and self._ends_step(kind, tag):
             if self._end_ns and self.count >= WARM_UP_STEPS:
                 # A step that overlaps a trace window, or is the first one after.
-                overlaps = (
-                    b <= end_ns and (e is None or self._end_ns <= e) for b, e in self._traced
-                )
-                within = self._within | (_ODD if any(overlaps) else 0)
+                inside = (b <= end_ns and (e is None or self._end_ns <= e) for b, e in self._traced)
+                within = self._within | (_ODD if any(inside) else 0)
                 self.steps.append(Step(self.count, end_ns, end_ns - self._end_ns, within))
             self.count += 1
             self._end_ns, self._within = end_ns, 0
@@ -413,10 +411,8 @@ class Watch:
     def _waited_for(self, node: Node, now: int, pause_ns: int) -> list[Alarm]:
         """Whether too much time has passed since the last process began, while no rank trains."""
         self._starting = {
-            pid: start._replace(
-                since_ns=start.since_ns + pause_ns, idle_ns=start.idle_ns + pause_ns
-            )
-            for pid, start in self._starting.items()
+            pid: own._replace(since_ns=own.since_ns + pause_ns, idle_ns=own.idle_ns + pause_ns)
+            for pid, own in self._starting.items()
         }
         if now < self._scan_at_ns:
             return []

@@ -293,15 +293,13 @@ class MadeFolder:
         return cls(path, below, (found.st_dev, found.st_ino))
 
     @classmethod
-    def temporary(
-        cls, prefix: str, folder: Path | None = None, *, mode: int = PRIVATE
-    ) -> MadeFolder:
+    def temporary(cls, prefix: str, into: Path | None = None, *, mode: int = PRIVATE) -> MadeFolder:
         """Makes one with an unpredictable name, in the system's temporary folder or another."""
-        if folder is None:
+        if into is None:
             import tempfile  # costs some milliseconds, and few need it
 
-            folder = Path(tempfile.gettempdir())
-        return cls.make(folder / f"{prefix}{os.urandom(8).hex()}", below=folder, mode=mode)
+            into = Path(tempfile.gettempdir())
+        return cls.make(into / f"{prefix}{os.urandom(8).hex()}", below=into, mode=mode)
 
     def move(self, target: Path) -> None:
         """Moves it within the same boundary."""

@@ -70,9 +70,7 @@ def declare(
 
 def specs_of(options: type) -> list[OptionSpec]:
     """The options that a class declares, by their fields."""
-    return [
-        OptionSpec(field=each.name, **each.metadata) for each in fields(options) if each.metadata
-    ]
+    return [OptionSpec(field=f.name, **f.metadata) for f in fields(options) if f.metadata]
 
 
 def parse_steps(text: str) -> tuple[int, int]:

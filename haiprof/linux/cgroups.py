@@ -7,7 +7,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from haiprof.base.control_group_limits import (
@@ -39,17 +39,13 @@ class Cgroup:
 
     def above(self) -> list[Cgroup]:
         """The visible ancestors, nearest first."""
-        return [
-            Cgroup(version=self.version, mount=self.mount, path=path) for path in self.path.parents
-        ]
+        return [replace(self, path=path) for path in self.path.parents]
 
 
-def find_cgroup(
-    controller: str, memberships: str, mountinfo: str, root: Path
-) -> Cgroup | Unavailable:
+def find_cgroup(controller: str, members: str, mountinfo: str, root: Path) -> Cgroup | Unavailable:
     """The cgroup of a controller: in its own tree (version 1), or in version 2's; or why none."""
     # Source: cgroups(7), proc_pid_mountinfo(5), Linux Documentation/admin-guide/cgroup-v2.rst.
-    places = (line.partition(":")[2].partition(":") for line in memberships.splitlines())
+    places = (line.partition(":")[2].partition(":") for line in members.splitlines())
     paths = {name: path for names, _, path in places for name in names.split(",")}
     version = 1 if controller in paths and controller != V2 else 2
     path = paths.get(controller if version == 1 else V2)

@@ -220,7 +220,7 @@ def take_snapshot(
     files = open_run(run.root)
     mismatches = []
     if standing:  # contradictions among the collectives that the ranks have just written
-        mismatches = find_mismatches(collective_frame(files, since_wall_ns=wall_ns)[0])
+        mismatches = find_mismatches(collective_frame(files, since_ns=wall_ns)[0])
     found = suspects(states, mismatches) if standing or moves(states) is None else []
     if moves(states) is None and not any(suspect.certain for suspect in found):
         by_nccl, said = _ask_nccl(states, files, progress)

@@ -77,10 +77,8 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
                 at = differing.join(differing.head(1), on=["sequence", "member"], how="semi")
                 by_value = at.group_by(what, maintain_order=True).agg("rank").rows()
                 values = {str(value): tuple(sorted(ranks)) for value, ranks in by_value}
-                sequence = int(at["sequence"][0])
-                found.append(
-                    Mismatch(group=str(group), sequence=sequence, what=what, values=values)
-                )
+                place = int(at["sequence"][0])
+                found.append(Mismatch(group=str(group), sequence=place, what=what, values=values))
                 break
     return found
 
@@ -98,20 +96,18 @@ LATENESS_SCHEMA = {
 }  # fmt: skip
 
 
-def collective_frame(
-    files: RunFiles, *, since_wall_ns: int = 0
-) -> tuple[pl.DataFrame, tuple[str, ...]]:
+def collective_frame(files: RunFiles, *, since_ns: int = 0) -> tuple[pl.DataFrame, tuple[str, ...]]:
     """Every collective that the ranks' Flight Recorders still held when they were read."""
     frames, notes = [pl.DataFrame(schema=COLLECTIVE_SCHEMA)], list[str]()
     last = files.last_attempts()
     found = [(rank, path, False) for rank in files.ranks for path in rank.paths.collective_files()]
-    if not since_wall_ns:  # what PyTorch's own watchdog wrote before it ended ranks
+    if not since_ns:  # what PyTorch's own watchdog wrote before it ended ranks
         found += [(last[n], path, True) for n, path in files.paths.flight_files() if n in last]
     with pause_collector():
         for rank, path, is_torchs in found:
             with note_damage(notes):
                 flight = read_torch_dump(path) if is_torchs else read_flight(path)
-                if flight.wall_ns is None or flight.wall_ns >= since_wall_ns:
+                if flight.wall_ns is None or flight.wall_ns >= since_ns:
                     own = {"rank": rank.rank, "attempt": rank.attempt,
                            "host": text(rank.report.get("host"))}  # fmt: skip
                     named = (pl.lit(own[name], COLLECTIVE_SCHEMA[name]).alias(name) for name in own)

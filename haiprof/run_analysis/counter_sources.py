@@ -221,9 +221,7 @@ def burst_frame(run: RunFiles) -> pl.DataFrame:
         path = node.paths.burst_export
         export = read_export(path)
         _check_clock(path, export, node)
-        entities: dict[Key, dict[str, str]] = {
-            (n,): {"uuid": u} for n, (u, _) in export.gpus.items()
-        }
+        entities: dict[Key, Any] = {(n,): {"uuid": u} for n, (u, _) in export.gpus.items()}
         reports = [(r.rank, r.report) for r in run.ranks if r.report.get("host") == node.host]
         ranks = ranks_by_key(reports, ("gpu",), entities)
         known = _recorded_gpus(node)

@@ -173,9 +173,7 @@ _OF_NODES = {
 _SERIES = ("memory_rss_bytes", "memory_used_bytes")
 _SHARES = ("run_queue_wait_ratio", "utilization_ratio", "cpu_cores", "cpu_main_cores")
 """Of time, whenever that was: the mean tells how much, the median does not."""
-_WANTED = frozenset(
-    (s, m) for table in (_OF_RANKS, _OF_NODES) for s, ms in table.items() for m in ms
-)
+_WANTED = frozenset((s, m) for t in (_OF_RANKS, _OF_NODES) for s, ms in t.items() for m in ms)
 _METRIC = pl.Enum(_SERIES)
 POINT_SCHEMA = pl.Schema(
     {"rank": pl.Int64(), "metric": _METRIC, "time_ns": pl.Int64(), "value": pl.Float64()}

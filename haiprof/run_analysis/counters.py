@@ -29,7 +29,7 @@ from haiprof.run_format import schema
 from haiprof.run_format.entities import Key, entities_by_key, entity_name, ranks_by_key
 from haiprof.run_format.folded import read_folded_records, read_of_one_folding
 from haiprof.run_format.reader import RecordFile
-from haiprof.run_format.schema import NS_OF_EVENTS, rate_of
+from haiprof.run_format.schema import NS_OF_EVENTS, Table, rate_of
 from haiprof.run_format.tables import COUNTER_TABLES
 from haiprof.trace_format.frame_columns import Columns, types_of
 
@@ -155,9 +155,7 @@ def sort_series(series: Iterable[OwnerSeries]) -> list[OwnerSeries]:
         if len(each.time_ns):
             parts.setdefault(each.owner, []).append(each)
     found = []
-    for own in sorted(
-        parts, key=lambda own: [(own[at] is not None, own[at]) for at in (1, 2, 0, 3)]
-    ):
+    for own in sorted(parts, key=lambda own: [(own[i] is not None, own[i]) for i in (1, 2, 0, 3)]):
         time_ns, values = (np.concatenate([getattr(part, name) for part in parts[own]])
                            for name in ("time_ns", "values"))  # fmt: skip
         order = np.argsort(time_ns, kind="stable")
@@ -206,9 +204,7 @@ def record_files(
                 yield node, str(error)
 
 
-def read_folded_source(
-    node: NodeFiles, table: schema.Table
-) -> tuple[RecordFile | None, RecordFile]:
+def read_folded_source(node: NodeFiles, table: Table) -> tuple[RecordFile | None, RecordFile]:
     """A source's records that were folded, and the others."""
     folded = read_folded_records(node.paths.old_records(table.name))
     begin = 0 if folded is None else int(folded.header["folded"]["records"])
@@ -216,7 +212,7 @@ def read_folded_source(
 
 
 def _read_whole(
-    node: NodeFiles, table: schema.Table, *, first: int, limit: int | None, coarse: bool
+    node: NodeFiles, table: Table, *, first: int, limit: int | None, coarse: bool
 ) -> RecordFile:
     """A source's records, the folded ones before the others."""
     path, target = node.paths.records(table.name), node.paths.old_records(table.name)

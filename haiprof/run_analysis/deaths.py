@@ -713,10 +713,8 @@ class _Case:
                 return "find out what sent SIGINT to that rank, or raises KeyboardInterrupt in it"
             case "crash" if end.crashed_at:
                 runs = "what that other thread runs"
-                where = runs if end.crashed_beside else "what that line calls"
-                return (
-                    f"see {where}; a core file (ulimit -c unlimited) shows the native code in gdb"
-                )
+                what = runs if end.crashed_beside else "what that line calls"
+                return f"see {what}; a core file (ulimit -c unlimited) shows the native code in gdb"
             case "hang" if taken := self.evidence.files.paths.snapshot_files():
                 why = f"see why {line} does not end" if line else remedy
                 return f"{why}: {taken[-1]} has its stacks"
@@ -852,9 +850,7 @@ def _victims_text(fates: Sequence[Fate], died: int | None) -> str:
             own = [f for f in fates if f.role == role and f.what == what]
             waited_in = {f.waited_in for f in own if f.waited_in}
             waited = f" waited in {waited_in.pop()} and" if len(waited_in) == 1 else ""
-            last = max(
-                (f.ended_ns - died for f in own if f.ended_ns is not None and died), default=0
-            )
+            last = max((f.ended_ns - died for f in own if f.ended_ns and died), default=0)
             later = f" {later_text(last)}" if last > 0 else ""
             were = f"{'was' if len(own) == 1 else 'were'} ended{later}"
             who = ranks_text([f.rank for f in own])
@@ -877,10 +873,8 @@ def _outer_cause(came: Arrived, files: RunFiles) -> tuple[str, str]:
         return SLURM_STATES[state]
     if state == "CANCELLED" or by_slurm:
         other = "" if state else ", scontrol requeue"
-        early, late = (
-            ("", ", or its time limit") if left is None else (" before its time limit", "")
-        )
-        return "cancelled", f"Slurm ended it{early}: scancel{other}, its site's rules{late}"
+        when, late = ("", ", or its time limit") if left is None else (" before its time limit", "")
+        return "cancelled", f"Slurm ended it{when}: scancel{other}, its site's rules{late}"
     if came.signal == signal.SIGINT:
         return "interrupted", "the job was interrupted"
     return "signal", "the job was ended from outside"
@@ -919,9 +913,7 @@ _NO_NUMBER_REMEDY = (
     "find where it becomes NaN or infinite: torch.autograd.set_detect_anomaly(True) for the steps "
     "before, the batch of that step, the learning rate, the loss scale of mixed precision"
 )
-_UNLIKE_SHAPES = re.compile(
-    r"resize storage that is not resizable|expects each tensor to be equal size"
-)
+_UNLIKE_SHAPES = re.compile(r"resize storage that is not resizable|each tensor to be equal size")
 """What torch's default_collate raises, the first in a DataLoader worker."""
 _ONE_SHAPE = (
     "the samples of one batch have tensors of unlike shapes: look for the odd ones in the dataset, "

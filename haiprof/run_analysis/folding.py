@@ -359,9 +359,7 @@ def _fold_samples(
     inside = (place >= 0) & ~np.append(positions.collecting, False)[place]
     new = {
         "time_ns": time_ns, "step": np.where(step < 0, -1, step + rank.first_step),
-        "period": np.where(
-            place < 0, -1, np.append(positions.period, 0)[place] + rank.first_step
-        ),
+        "period": np.where(place < 0, -1, np.append(positions.period, 0)[place] + rank.first_step),
         "cpu_ns": columns["cpu_ns"], "queue_ns": columns["queue_ns"],
         "stack": np.maximum(columns["stack"], 0),
         "codes": pack_codes({

@@ -180,7 +180,8 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     counted = cells.agg(pl.len(), pl.col("weight", "of_step").sum())
     totals = counted.group_by(group).agg(sample_count=pl.col("len").sum())
     library, place = np.append(tree.library, True), tree.line_places()
-    stack, at, parts = np.arange(len(tree.place)), np.arange(len(tree.place)), []
+    every = np.arange(len(tree.place))
+    stack, at, parts = every, every, []
     while at.any():
         user = ~library[place[at]]
         exact = tree.place[at][user]
@@ -190,9 +191,7 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     empty = pl.DataFrame(schema={"stack": pl.Int64, "frame": pl.Int64, "code": pl.Int64})
     whole = pl.concat([empty, *parts]).unique()
     pairs = whole.select("stack", "frame").unique()
-    inner = pl.DataFrame(
-        {"stack": np.arange(len(tree.place)), "frame": place[innermost_stack(tree)]}
-    )
+    inner = pl.DataFrame({"stack": every, "frame": place[innermost_stack(tree)]})
     own = counted.join(inner, on="stack").filter(pl.col("frame") >= 0)
     own = own.group_by(*group, "frame").agg(
         self_count=pl.col("len").sum(),

@@ -193,9 +193,7 @@ def seen_jobs(lines: Iterable[Mapping[str, Any]]) -> list[SeenJob]:
         elif line.get("type") == "job_end" and str(line.get("job")) in found:
             end = {"end": line.get("wall_ns"), "process_count": line.get("process_count")}
             found[str(line["job"])].update(end)
-    jobs = [
-        read_record(SeenJob, job, end_wall_ns=integer(job.get("end"))) for job in found.values()
-    ]
+    jobs = (read_record(SeenJob, x, end_wall_ns=integer(x.get("end"))) for x in found.values())
     return sorted(jobs, key=lambda job: job.start_wall_ns or 0)
 
 

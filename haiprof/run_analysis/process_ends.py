@@ -727,10 +727,8 @@ def _add_torch_numbers(end: ProcessEnd) -> ProcessEnd:
 
 def _add_workers_kill(end: ProcessEnd, ends: Sequence[ProcessEnd]) -> ProcessEnd:
     """Adds what the kernel said of the DataLoader worker whose end an exception tells of."""
-    match = WORKER_DIED.search(end.error.message)
-    killed = (
-        e.oom for e in ends if match and e.oom and (e.host, str(e.pid)) == (end.host, match[1])
-    )
+    died = WORKER_DIED.search(end.error.message)
+    killed = (e.oom for e in ends if died and e.oom and (e.host, str(e.pid)) == (end.host, died[1]))
     return replace(end, oom=next(killed, end.oom))
 
 

@@ -34,9 +34,7 @@ def compile_intervals(files: RankFiles) -> Intervals:
 
     Source: `torch._dynamo.utils.get_compilation_metrics`. One that compiles another counts once.
     """
-    spans = [
-        entries(span) for line in files.of_type("compile") for span in entries(line.get("spans"))
-    ]
+    spans = [entries(span) for x in files.of_type("compile") for span in entries(x.get("spans"))]
     pairs = [[integer(at) for at in span] for span in spans if len(span) == 2]
     known = [p for p in pairs if all(at is not None and 0 <= at < _LIMIT_US for at in p)]
     table = np.array(known, dtype=np.int64).reshape(-1, 2) * 1_000

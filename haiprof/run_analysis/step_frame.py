@@ -266,9 +266,7 @@ STEP_COLUMNS: Columns = {
     **{f"{phase}_host_ns": (pl.Int64, f"{phase} on the host, exclusive") for phase in STEP_PHASES},
     # null: no device, or times lack
     **{f"{phase}_device_ns": (pl.Int64, f"{phase} on the device") for phase in STEP_PHASES},
-    "idle_device_ns": (
-        pl.Int64, "for how long at most the device had nothing to do, in all phases",
-    ),
+    "idle_device_ns": (pl.Int64, "how long at most the device had nothing to do, in all phases"),
     "micro_step_count": (pl.Int64, "backward passes in it"),
     "optimizer_step_count": (pl.Int64, "optimizer steps in it"),
     "skipped": (pl.Boolean, "the gradient scaler let no optimizer step"),
@@ -306,13 +304,11 @@ class SharedColumns:
     def __init__(self) -> None:
         self._made: dict[tuple[str, str | float | None], pl.Series] = {}
 
-    def constant(
-        self, value: str | float | None, count: int, dtype: type[pl.DataType]
-    ) -> pl.Series:
+    def constant(self, value: str | float | None, count: int, kind: type[pl.DataType]) -> pl.Series:
         """So many times the same value; None is null."""
-        key: tuple[str, str | float | None] = (str(dtype), value)
+        key: tuple[str, str | float | None] = (str(kind), value)
         if key not in self._made or len(self._made[key]) < count:
-            self._made[key] = pl.Series([value], dtype=dtype).new_from_index(0, count)
+            self._made[key] = pl.Series([value], dtype=kind).new_from_index(0, count)
         return self._made[key].head(count)
 
     def counting(self, count: int) -> pl.Series:

@@ -170,9 +170,7 @@ def _around_closures(found: Segmentation, row: Ints, major: Ints) -> tuple[Bools
     # What comes after the last backward is the optimizer's, as are searches between two closures
     # (LBFGS); before it the closure's code has the position that it would have without one.
     parent, top = found.nested.parent, np.append(found.nested.top, -1)
-    inner = np.flatnonzero(
-        (parent >= 0) & (found.phase < len(PHASES)) & (found.phase != _OPTIMIZER)
-    )
+    inner = np.flatnonzero((parent >= 0) & (found.phase < _OPTIMIZER))
     holders = np.zeros(len(parent) + 1, dtype=np.bool_)
     holders[found.nested.top[inner]] = True
     around = (major == _OPTIMIZER) & holders[top[row]]

@@ -349,11 +349,9 @@ def spans_for(spans: Spans, source: int) -> Spans:
     nested = nest(line)
     outer = nested.spans.take(nested.parent < 0)
     place = np.searchsorted(outer.start_ns, marks.end_ns, side="right") - 1
-    inside = place >= 0  # else nothing else was seen before: the first step began with the mark's
-    end = np.where(
-        inside, np.maximum(np.append(outer.end_ns, 0)[place], marks.end_ns), marks.end_ns
-    )
-    marks = replace(marks, start_ns=np.where(inside, end, marks.start_ns), end_ns=end)
+    held = place >= 0  # else nothing else was seen before: the first step began with the mark's
+    end = np.where(held, np.maximum(np.append(outer.end_ns, 0)[place], marks.end_ns), marks.end_ns)
+    marks = replace(marks, start_ns=np.where(held, end, marks.start_ns), end_ns=end)
     return Spans(
         kind=np.concatenate([line.kind, marks.kind]),
         tag=np.concatenate([line.tag, marks.tag]),
@@ -463,7 +461,7 @@ def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segme
     unused[row[_find_unused(kind[row], nested.spans.tag[row], ns)]] = True
     kind = np.where(unused, schema.EVAL, kind).astype(np.int8)
     evaluation = _find_evaluations(nested, kind, row, families)
-    training = _training(nested, kind, row, evaluation, source=source)
+    training = _training(nested, kind, row, evaluation, source)
     found = find_boundaries(training)
     start, end = _step_times(nested.spans, training, found)
     of_token = np.searchsorted(found.first, np.arange(len(training.row)), side="right") - 1
@@ -496,21 +494,19 @@ def _segment(spans: Spans, families: Mapping[int, int], *, source: int) -> Segme
     )  # fmt: skip
 
 
-def _training(
-    nested: Nested, kind: Codes, row: Ints, evaluation: Bools, *, source: int
-) -> TrainTokens:
+def _training(nested: Nested, kind: Codes, row: Ints, evaluated: Bools, source: int) -> TrainTokens:
     """Training tokens, evaluation runs, and what a token holds inside."""
-    begins = evaluation & ~np.append(False, evaluation[:-1])
-    ends = evaluation & ~np.append(evaluation[1:], False)
+    begins = evaluated & ~np.append(False, evaluated[:-1])
+    ends = evaluated & ~np.append(evaluated[1:], False)
     after = np.append(np.where(begins, np.cumsum(begins) - 1, -1)[1:], -1)
-    spans, trained = nested.spans, row[~evaluation]
+    spans, trained = nested.spans, row[~evaluated]
     tokens = (
-        _train_tokens(nested, kind, row, evaluation)
+        _train_tokens(nested, kind, row, evaluated)
         if source == BY_TRAINING
         else _repeating_tokens(spans.tag[trained], kind[trained], source)
     )
     return TrainTokens(
-        row=trained, eval_after=after[~evaluation],
+        row=trained, eval_after=after[~evaluated],
         evaluations=Intervals(spans.start_ns[row[begins]], spans.end_ns[row[ends]]), **tokens,
     )  # fmt: skip
 

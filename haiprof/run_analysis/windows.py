@@ -117,13 +117,11 @@ def all_windows(
     return sorted(found, key=lambda w: (w.rank, w.attempt, w.window or 0))
 
 
-def window_frame(
-    windows: Iterable[TraceWindow], wall_offsets_ns: Mapping[Key, int]
-) -> pl.DataFrame:
+def window_frame(windows: Iterable[TraceWindow], offsets_ns: Mapping[Key, int]) -> pl.DataFrame:
     """Trace windows of all ranks."""
     rows = []
     for each in windows:
-        offset = wall_offsets_ns.get((each.rank, each.attempt))
+        offset = offsets_ns.get((each.rank, each.attempt))
         row = {name: getattr(each, name, None) for name in WINDOW_SCHEMA}
         row |= {"start_ns": _sum(each.start_mono_ns, offset),
                 "end_ns": _sum(each.end_mono_ns, offset)}  # fmt: skip

@@ -44,9 +44,7 @@ def ranks_by_key(
         uuid = plain_uuid(report.get("gpu_uuid"))
         if uuid:
             users.setdefault(uuid, set()).add(rank)
-    found = (
-        (key, users.get(plain_uuid(entity.get("uuid")), set())) for key, entity in entities.items()
-    )
+    found = ((key, users.get(plain_uuid(own.get("uuid")), set())) for key, own in entities.items())
     return {key: min(ranks) for key, ranks in found if len(ranks) == 1}
 
 

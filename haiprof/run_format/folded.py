@@ -220,11 +220,9 @@ def _read_whole(path: Path) -> tuple[bytes, bytes] | None:
         raise RunFormatError(f"{path}: {error.strerror or error}") from None
 
 
-def write_folded_records(
-    path: Path, header: Mapping[str, Any], data: bytes, *, below: Path
-) -> None:
+def write_folded_records(path: Path, head: Mapping[str, Any], data: bytes, *, below: Path) -> None:
     """A node's old records of one source, with how many of its file they stand for."""
-    text = json.dumps({**header, "bytes": len(data)}).encode() + b"\n"
+    text = json.dumps({**head, "bytes": len(data)}).encode() + b"\n"
     write_synced(path, text + zlib.compress(data, 6), below=below)
 
 

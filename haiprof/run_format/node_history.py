@@ -66,6 +66,5 @@ def history_table(table: Table, tier: Tier) -> Table:
 
 def metric_of(column: Column) -> tuple[str, str]:
     """What is kept of a column: its name and unit."""
-    return (
-        (column.name, column.unit) if column.kind == "gauge" else rate_of(column.name, column.unit)
-    )
+    same = column.name, column.unit
+    return same if column.kind == "gauge" else rate_of(*same)

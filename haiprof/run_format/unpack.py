@@ -54,14 +54,12 @@ def read_text(path: Path, *, limit_bytes: int) -> bytes:
 
 def limit_from_environment() -> int:
     """The limit of HAIPROF_UNPACK_LIMIT in bytes; 0 where it is not set."""
-    text = os.environ.get(ENV_UNPACK_LIMIT, "")
-    if not text:
+    raw = os.environ.get(ENV_UNPACK_LIMIT, "")
+    if not raw:
         return 0
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise UsageError(
-            f"{ENV_UNPACK_LIMIT}={text}: expected MiB", hint=f"{ENV_UNPACK_LIMIT}=8192"
-        )
-    return int(text) << 20
+    if not (raw.isascii() and raw.isdecimal() and len(raw) < 10):
+        raise UsageError(f"{ENV_UNPACK_LIMIT}={raw}: expected MiB", hint=f"{ENV_UNPACK_LIMIT}=8192")
+    return int(raw) << 20
 
 
 def _remedy(seen_bytes: int) -> str:

@@ -126,10 +126,8 @@ def metrics_of(cpu: Cpu, root: Path) -> tuple[Metric, ...]:
         if (family == 0x17 and 0x30 <= model <= 0x3F) or (family == 0x19 and model <= 0x0F):
             if node_count(root) == len(set(socket_of_cpu(root).values())):
                 return _ZEN2
-            reason = (
-                f"{cpu}: its DRAM events cover a socket only where that is one NUMA node (NPS1)"
-            )
-            raise Unavailable(reason, status="unsupported")
+            why = f"{cpu}: its DRAM events cover a socket only where that is one NUMA node (NPS1)"
+            raise Unavailable(why, status="unsupported")
         raise Unavailable(f"no memory controller events are known for {cpu}", status="unsupported")
     if (cpu.vendor, cpu.model) == ("0x41", 0xD4F):
         return _GRACE
