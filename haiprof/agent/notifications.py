@@ -208,9 +208,7 @@ def _mask(value: object) -> Any:  # noqa: ANN401 (JSON of any kind)
         return mask_text(value)
     if isinstance(value, Mapping):
         return {key: _mask(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_mask(each) for each in value]
-    return value
+    return [_mask(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def send_death(notifier: Notifier, line: Mapping[str, Any]) -> bool:

@@ -157,9 +157,7 @@ def _growth(series: Sequence[tuple[int, float]], steps: pl.DataFrame) -> float |
     rate = float((values[-1] - values[0]) / (at[-1] - at[0]))
     halfway = np.interp((at[0] + at[-1]) / 2, at, values)
     late = 2 * float(values[-1] - halfway) / float(at[-1] - at[0])
-    if values[-1] - values[0] < _GROWN_RATIO * values[0] or late < rate / 2:
-        return None
-    return rate
+    return None if values[-1] - values[0] < _GROWN_RATIO * values[0] or late < rate / 2 else rate
 
 
 BEFORE_NS = 60 * NS_PER_S  # a caught failure so long before a death is worth a word

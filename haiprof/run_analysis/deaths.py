@@ -464,9 +464,7 @@ class _Case:
             ends = sorted(self.ends.values(), key=lambda end: end.failed_ns or 0)
             seen = [(end.rank, end.error.unlike_messages()) for end in ends]
             said = next((f"rank {rank}: {text}" for rank, text in seen if text), "")
-        if not said:
-            return None
-        return self._of_mismatch(said, odd, self._first_ns(), self._failed_at())
+        return self._of_mismatch(said, odd, self._first_ns(), self._failed_at()) if said else None
 
     def _of_mismatch(
         self, said: str, odd: tuple[int, ...], died_ns: int | None, places: Mapping[int, str]

@@ -52,11 +52,9 @@ def conform(content: object, schema: Schema) -> dict[str, Any] | None:
     return fields if all(check(fields[name]) for name, check in schema.items()) else None
 
 
-def _is_of(characters: frozenset[str], *, limit: int) -> Check:
+def _is_of(known: frozenset[str], *, limit: int) -> Check:
     """Text of these characters alone, one at least."""
-    return lambda value: (
-        isinstance(value, str) and 0 < len(value) <= limit and characters.issuperset(value)
-    )
+    return lambda text: isinstance(text, str) and 0 < len(text) <= limit and known.issuperset(text)
 
 
 def _is_below(limit: int) -> Check:

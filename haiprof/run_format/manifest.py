@@ -102,9 +102,7 @@ def is_same_job(one: Manifest, other: Manifest) -> bool:
 def script_words(command: Sequence[str]) -> list[str]:
     """The name of a command's script and its arguments; all words where no script is named."""
     first = next((at for at, word in enumerate(command) if word.endswith(".py")), None)
-    if first is None:
-        return list(command)
-    return [Path(command[first]).name, *command[first + 1 :]]
+    return list(command) if first is None else [Path(command[first]).name, *command[first + 1 :]]
 
 
 def _fits(kind: str, value: object) -> bool:

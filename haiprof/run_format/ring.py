@@ -87,14 +87,11 @@ def read_ring(data: bytes) -> Ring | None:
         return None
     if words[STATE] not in (RECORDING, ENDED) or any(words[w] < 0 for w in range(COUNT, STEPS + 1)):
         return None
-    body = words[HEADER_WORDS:]
     filled = min(words[COUNT] + 1, RING_CAPACITY)  # one may be whole that was not counted yet
-    pairs = zip(
-        body[: WORDS_PER_RECORD * filled : 2], body[1 : WORDS_PER_RECORD * filled : 2], strict=True
-    )
+    body = words[HEADER_WORDS : HEADER_WORDS + WORDS_PER_RECORD * filled]
     sound = [
         (start, end)
-        for start, end in pairs
+        for start, end in zip(body[::2], body[1::2], strict=True)
         if 0 < start >> TAG_BITS <= end >> TAG_BITS and start & TAG_MASK in KIND_NAMES
     ]
     return Ring(

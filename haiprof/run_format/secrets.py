@@ -255,6 +255,4 @@ def _mask_token(found: re.Match[str]) -> str:
             rest = run[len(prefix) :]
             is_jwt = prefix != "eyJ" or "." in rest
             return MASK if len(rest) >= least and is_jwt else run
-    if run.startswith("sk-") and _RANDOM.search(run):
-        return MASK
-    return run
+    return MASK if run.startswith("sk-") and _RANDOM.search(run) else run

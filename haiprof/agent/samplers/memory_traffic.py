@@ -186,9 +186,7 @@ def _scale(pmu: Pmu, name: str, metric: Metric) -> Fraction | None:
     scale, unit = pmu.events.get(f"{name}.scale"), pmu.events.get(f"{name}.unit")
     if scale is None and unit is None and metric.unscaled:
         return metric.unit
-    if scale is None or unit not in _UNIT_BYTES:
-        return None
-    return Fraction(scale) * _UNIT_BYTES[unit]
+    return None if scale is None or unit not in _UNIT_BYTES else Fraction(scale) * _UNIT_BYTES[unit]
 
 
 def _bits(name: str, ranges: str, value: int) -> tuple[str, int]:
