@@ -113,8 +113,7 @@ def probe_nsys(
             return Refusal(f"{path} gave no answer within {timeout_s:g} s", f"run {path} --version")
         except OSError as error:
             return Refusal(f"{path}: {error.strerror or error}", f"run {path} --version")
-        supported = _NOT_SUPPORTED.split(output)[0]
-        count = len(_DEVICE.findall(supported))
+        count = len(_DEVICE.findall(_NOT_SUPPORTED.split(output)[0]))
         if count:
             devices = "cuda-visible" if environ.get("CUDA_VISIBLE_DEVICES") else "all"
             return Nsys(path=path, device_option=option, devices=devices, gpu_count=count)
@@ -152,8 +151,7 @@ def _ask(
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Whether a process has ended, without reaping it: `kill_group` must not hit a reused pid."""
-    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, process.pid, how) is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -326,8 +324,7 @@ class Burst:
                 os._exit(127)
 
         scratch = str(self.node.burst_scratch)
-        log_fd = open_to_append(self.node.burst_log, below=self.node.run_root)
-        with os.fdopen(log_fd, "ab") as log:
+        with os.fdopen(open_to_append(self.node.burst_log, below=self.node.run_root), "ab") as log:
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", _GUARD, "haiprof-burst", *words],
                 env={**os.environ, "TMPDIR": scratch, "NSYS_TMPDIR": scratch},

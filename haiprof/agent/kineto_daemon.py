@@ -453,8 +453,7 @@ class KinetoAgent:
                 self.pending.note_delivery(pid, request)
             return True
         if kind == CONTEXT and len(payload) == CONTEXT_STATED.size:
-            sharing = COUNT.pack(max(len(self.pending.clients), 1))
-            self._send(encode(CONTEXT, sharing), sender)
+            self._send(encode(CONTEXT, COUNT.pack(max(len(self.pending.clients), 1))), sender)
             return True
         return False
 

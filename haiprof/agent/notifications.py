@@ -273,8 +273,7 @@ _TOTALS = ("max_steps", "max_train_steps", "num_train_steps", "total_steps", "tr
 
 def find_total_steps(command: Sequence[str]) -> int | None:
     """Steps of the whole job, as its command says: `--max-steps 500`, `trainer.max_steps=500`."""
-    words = [part for word in command for part in word.split("=", 1)]
-    for word, value in pairwise(words):
+    for word, value in pairwise(part for each in command for part in each.split("=", 1)):
         name = word.lstrip("-").replace("-", "_")
         is_total = name in _TOTALS or name.rpartition(".")[2] in _TOTALS
         if is_total and value.isdecimal() and int(value) > 0:

@@ -363,8 +363,7 @@ class ProcessEnds:
     def tick(self, ranks: Iterable[LiveRank]) -> None:
         """Takes up the ranks that have reported in, and looks for new processes now and then."""
         for rank in ranks:
-            attempt = int(rank.paths.root.name.partition(".")[2] or 0)
-            self._reported[rank.pid] = (rank.rank, attempt)
+            self._reported[rank.pid] = rank.rank, int(rank.paths.root.name.partition(".")[2] or 0)
             self._watch(rank.pid)
         now = time.monotonic()
         if now >= self._scan_at:
@@ -452,8 +451,7 @@ class ProcessEnds:
         """The line about one end; None where it is of no interest."""
         pid = process.pid
         rank, attempt = self._rank_of(pid), self._reported.get(pid, (None, None))[1]
-        above = self._rank_of(process.parent or 0)
-        helper = attempt is None and rank is not None and above == rank
+        helper = attempt is None and rank is not None and self._rank_of(process.parent or 0) == rank
         if (rank is None and pid != self._job_pid) or helper:
             if how.signal is None or self._others >= OTHERS_LIMIT:
                 return None
@@ -480,8 +478,7 @@ class ProcessEnds:
         cgroup = self._cgroups.get(pid)
         until = time.monotonic() + OOM_WAIT_S
         while True:
-            kills = self._log.new_oom_kills()
-            own = next((kill for kill in kills if kill.pid == pid), None)
+            own = next((kill for kill in self._log.new_oom_kills() if kill.pid == pid), None)
             count = cgroups.oom_kill_count(cgroup) if cgroup is not None else None
             grown = 0 if count is None or cgroup is None else count - self._kills[cgroup.folder]
             if own or grown > 0 or time.monotonic() > until:
@@ -512,8 +509,7 @@ def note_signal(run: RunPaths, host: str, said: Mapping[str, Any], *, ask_slurm:
     sender = said.get("pid") or 0
     command = " ".join(command_line(sender))[:200] if sender else ""
     job = os.environ.get("SLURM_JOB_ID")
-    ending = said.get("arrived") in _ENDING
-    state = _slurm_state(job) if job and ending and ask_slurm else None
+    state = _slurm_state(job) if job and ask_slurm and said.get("arrived") in _ENDING else None
     note_line(run.node(host).events, {
         "type": "signal", "wall_ns": said.get("wall_ns"),
         "signal": said.get("arrived"), "code": said.get("code"), "to_group": said.get("to_group"),

@@ -295,8 +295,7 @@ class Uplink(LoopThread):
     async def _talk(self) -> bool:
         """A connection until it ends; whether there were requests."""
         heard, budget = False, Budget(REQUESTS_PER_S)
-        connecting = asyncio.open_connection(*self._address)
-        reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*self._address), CONNECT_S)
         try:
             nonce = secrets.token_bytes(NONCE_BYTES)
             writer.write(MAGIC + nonce)
@@ -307,8 +306,7 @@ class Uplink(LoopThread):
             if not handshake.is_proof(CONTROLLER, answer[NONCE_BYTES:]):
                 raise NotProvenError("what listens there does not have the same token")
             writer.write(handshake.proof(AGENT))
-            connection = writer.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._line, self.error = Line(writer, handshake.signer(AGENT)), None
             incoming = handshake.signer(CONTROLLER)
             with contextlib.suppress(EOFError, ValueError):

@@ -165,8 +165,7 @@ class RankWatch:
 
     def read(self, now_ns: int) -> bool:
         """Reads what is new; whether the rank gave a sign of life."""
-        data = self._lines.read()
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        *whole, self._rest = (self._rest + self._lines.read()).split(b"\n")
         for text in whole:
             line = read_object(text)
             if line is None:
@@ -300,8 +299,7 @@ class RankWatch:
 
     def _ends_step(self, kind: int, tag: int) -> bool:
         """Whether it is the first optimizer of a step: others belong to the same step."""
-        place = _ENDS.index(kind)
-        if self._lead is None or place > _ENDS.index(self._lead[0]):
+        if self._lead is None or _ENDS.index(kind) > _ENDS.index(self._lead[0]):
             self._repeats[kind] = self._repeats.get(kind, 0) + 1
             if kind in (schema.OPTIMIZER, schema.MARK) or self._repeats[kind] >= _SURE_REPEATS:
                 self._lead, self.count, self._end_ns = (kind, tag), 0, 0

@@ -32,8 +32,7 @@ def union(starts: Ints, ends: Ints) -> Intervals:
     if not len(starts):
         return Intervals(starts, reach)
     heads = np.append(True, starts[1:] > reach[:-1])
-    tails = np.append(heads[1:], True)
-    return Intervals(starts[heads], reach[tails])
+    return Intervals(starts[heads], reach[np.append(heads[1:], True)])
 
 
 def total(intervals: Intervals) -> int:

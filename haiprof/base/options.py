@@ -102,8 +102,7 @@ def is_notify_url(target: str) -> bool:
 
 def _notify(text: str) -> str:
     """A URL, which may be a secret as a whole, or a command."""
-    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text)
-    if scheme and not is_notify_url(text):
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) and not is_notify_url(text):
         raise ValueError("expected http://, https:// or a command")
     return text
 
@@ -280,8 +279,7 @@ class Options(TraceOptions):
 
     def boot_json(self) -> dict[str, object]:
         """What the hook reads: the options, with the trace window worked out."""
-        trace = self.window(time_s=self.time_s, warmup_s=self.warmup_s)
-        return {**self.as_json(), "trace": trace}
+        return {**self.as_json(), "trace": self.window(time_s=self.time_s, warmup_s=self.warmup_s)}
 
     def as_json(self) -> dict[str, object]:
         """The options as plain JSON values, by their names on the command line."""

@@ -187,8 +187,7 @@ def adjust_p_values(p_values: list[float | None]) -> list[float | None]:
 def _double_ranks(values: Floats) -> Ints:
     """Twice the rank of each, ties in the middle: whole numbers."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    before = np.cumsum(counts) - counts
-    found: Ints = (2 * before + counts + 1)[place]
+    found: Ints = (2 * (np.cumsum(counts) - counts) + counts + 1)[place]
     return found
 
 
@@ -218,8 +217,7 @@ def growth_p_value(values: Floats) -> float:
         Mann, Nonparametric Tests Against Trend, 1945; Kendall, Rank Correlation Methods, 1975.
     """
     n = len(values)
-    signs = np.sign(values[None, :] - values[:, None])
-    score = float(np.triu(signs, 1).sum())
+    score = float(np.triu(np.sign(values[None, :] - values[:, None]), 1).sum())
     _, ties = np.unique(values, return_counts=True)
     tied = float((ties * (ties - 1) * (2 * ties + 5)).sum())
     variance = (n * (n - 1) * (2 * n + 5) - tied) / 18

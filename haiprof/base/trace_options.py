@@ -152,8 +152,7 @@ class TraceOptions:
         """
         if not self.traces:
             return None
-        in_steps = self._says_steps()
-        window_s = 0.0 if in_steps else time_s
+        window_s = 0.0 if self._says_steps() else time_s
         length = None if window_s else self._length()
         return {
             "steps": None if self.steps is None else list(self.steps), "count": self._length(),

@@ -305,8 +305,7 @@ def jobs_below(pid: int, *, proc: Path = Path("/proc")) -> list[int]:
 
 def is_launcher(command: Iterable[str]) -> bool:
     """Whether a command line is that of a launcher of ranks, such as torchrun."""
-    words = list(command)[:_LAUNCHER_WORDS]
-    return any(os.path.basename(word) in LAUNCHERS for word in words)
+    return any(os.path.basename(word) in LAUNCHERS for word in list(command)[:_LAUNCHER_WORDS])
 
 
 def _process(pid: int, proc: Path) -> Process | None:

@@ -303,8 +303,7 @@ def time_range(death: Death) -> tuple[int, int] | None:
     if not last:
         return None
     end = min(last, (death.died_ns or last) + 60 * NS_PER_S) + AFTER_NS
-    begin = (death.died_ns or last) - SECONDS * NS_PER_S
-    return begin, end
+    return (death.died_ns or last) - SECONDS * NS_PER_S, end
 
 
 def last_seconds(files: RunFiles, death: Death, fate: Fate) -> list[Stretch]:

@@ -35,8 +35,7 @@ class Mismatch:
         """Ranks with another value than the most common one; all of them where there is a tie."""
         ordered = sorted(self.values.items(), key=lambda item: -len(item[1]))
         tie = len(ordered) > 1 and len(ordered[0][1]) == len(ordered[1][1])
-        odd = [rank for _, ranks in ordered[0 if tie else 1 :] for rank in ranks]
-        return tuple(sorted(odd))
+        return tuple(sorted(rank for _, ranks in ordered[0 if tie else 1 :] for rank in ranks))
 
     def as_text(self) -> str:
         """For people."""

@@ -32,8 +32,7 @@ def training_spans(parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
 
 def host_windows(spans: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
     """The same per host: from its ranks' first begin to their last end."""
-    hosts = ranks.select("rank", "attempt", "host").drop_nulls()
-    known = spans.join(hosts, on=["rank", "attempt"])
+    known = spans.join(ranks.select("rank", "attempt", "host").drop_nulls(), on=["rank", "attempt"])
     return known.group_by("host").agg(pl.col("begin").min(), pl.col("end").max()).sort("host")
 
 

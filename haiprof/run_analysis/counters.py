@@ -436,8 +436,7 @@ def fold_rows(
     heads = np.flatnonzero(head)
     if not len(heads):
         return rows
-    last = np.append(heads[1:], len(rows)) - 1
-    folded = rows[last].copy()
+    folded = rows[np.append(heads[1:], len(rows)) - 1].copy()
     for name, kind, unit, what in columns:
         if what == "gauge":
             folded[name] = _join_groups(rows[name], heads, kind=kind, packed=unit == "packed")

@@ -309,8 +309,7 @@ class _Case:
         with_those_ahead = first is not None and (
             end.rank not in self.behind or (end.failed_ns or 0) >= first - TOGETHER_NS
         )
-        by_watchdog = bool(self.mismatches) or with_those_ahead
-        return "NCCL's watchdog (SIGABRT)" if by_watchdog else None
+        return "NCCL's watchdog (SIGABRT)" if self.mismatches or with_those_ahead else None
 
     def _find_stopped(self) -> None:
         """Ranks that somebody stopped after another one had failed.
@@ -586,8 +585,7 @@ class _Case:
 
     def _of_absentee(self, ranks: tuple[int, ...], why: str, *, certain: bool) -> Death:
         """Ranks that hung, or went another way, until the others' time was up."""
-        own = (e for r, e in self.ends.items() if r in ranks and e.thread_error.how)
-        end = next(own, NO_END)
+        end = next((e for r, e in self.ends.items() if r in ranks and e.thread_error.how), NO_END)
         what = f"{ranks_text(ranks)} did not come where the others waited: {why}{end.thread_text()}"
         return self._death("hang", ranks, what, died_ns=self._first_ns(), certain=certain,
                            line=end.thread_error.error.location or None)  # fmt: skip
@@ -767,8 +765,7 @@ class _Case:
             what, role = "ended with exit status 0", "clean"
         else:
             what = end.what_happened() if end.over else "no end of it was seen"
-            with_job = self.is_ended_from_outside and end.signal in ENDING
-            role = "stopped" if with_job else "unknown"
+            role = "stopped" if self.is_ended_from_outside and end.signal in ENDING else "unknown"
         held_up = hung and role == "stopped"
         waits = rank in self.victims or (
             (held_up or (rank in self.stopped and not self.is_ended_from_outside))

@@ -202,8 +202,7 @@ def _find_beginning(rank: step_frame.RankSegments, place: int) -> tuple[int, int
     """The first record and device record to keep; or why steps would differ without the others."""
     paths, steps = rank.files.paths, rank.found.steps
     first = rank.folded.fact("first_record")
-    limit = rank.record_end - first
-    records = read_table(paths.phases, schema.PHASES, first=first, limit=limit)
+    records = read_table(paths.phases, schema.PHASES, first=first, limit=rank.record_end - first)
     spans, _ = step_frame.spans_of(records)
     if len(spans.kind) != records.count:
         return "its spans are damaged"
@@ -318,8 +317,7 @@ def _stretches(rank: step_frame.RankSegments, positions: StepPositions, place: i
 
 def _after(older: Mapping[str, np.ndarray], columns: Columns) -> Columns:
     """Columns behind those of before, where a column of zeros was left out."""
-    length = len(next(iter(older.values())))
-    zeros = np.zeros(length, dtype=np.int64)
+    zeros = np.zeros(len(next(iter(older.values()))), dtype=np.int64)
     return {name: np.append(older.get(name, zeros), own) for name, own in columns.items()}
 
 
@@ -384,8 +382,7 @@ def _thin(samples: Columns, most: int) -> Columns:
     if len(time_ns) <= most:
         return samples
     width = max(int(time_ns[-1] - time_ns[0]) // most, 1)
-    part = (time_ns - time_ns[0]) // width
-    heads = np.flatnonzero(np.diff(part, prepend=-1) > 0)
+    heads = np.flatnonzero(np.diff((time_ns - time_ns[0]) // width, prepend=-1) > 0)
     thinned = {name: column[heads] for name, column in samples.items()}
     for name in samples.keys() & set(_SUMMED):
         total = np.add.reduceat(np.maximum(samples[name], 0), heads)

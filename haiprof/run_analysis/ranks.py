@@ -291,8 +291,7 @@ def rank_rows(
     # Small numbers are stored small: of a thousand ranks they are much.
     before = np.concatenate([rank.folded.plain_ns, rank.folded.collected_ns])
     times = np.concatenate([before, np.concatenate(rank_positions(rank).sums())], axis=1)
-    small = times.max(initial=0) < np.iinfo(np.int32).max
-    kept = times.astype(np.int32) if small else times
+    kept = times.astype(np.int32) if times.max(initial=0) < np.iinfo(np.int32).max else times
     epoch_count, epoch_ns, loading_ns = loading_row(cut)
     steps = step_frame(rank, traced_steps(rank, windows), shared=shared)
     return RankRows(

@@ -122,8 +122,7 @@ class RankSettings:
     @property
     def usable_cores(self) -> float | None:
         """What threads of this rank can have of the machine at most."""
-        known = [float(v) for v in (self.cores, self.cpu_limit_cores) if v]
-        return min(known, default=None)
+        return min((float(v) for v in (self.cores, self.cpu_limit_cores) if v), default=None)
 
     @property
     def gradient_bytes(self) -> int:

@@ -290,8 +290,7 @@ def by_attempt(steps: pl.DataFrame) -> Iterator[tuple[tuple[int, int], pl.DataFr
     """Steps of each rank and attempt, which stand together: slices, which copy nothing."""
     rank, attempt = steps["rank"].to_numpy(), steps["attempt"].to_numpy()
     changes = np.flatnonzero((np.diff(rank) != 0) | (np.diff(attempt) != 0)) + 1
-    edges = [0, *changes.tolist(), len(rank)]
-    for first, end in pairwise(edges if len(rank) else []):
+    for first, end in pairwise([0, *changes.tolist(), len(rank)] if len(rank) else []):
         yield (int(rank[first]), int(attempt[first])), steps.slice(first, end - first)
 
 

@@ -78,8 +78,7 @@ class StepPositions:
         cell = (self.collecting * count + self.position) * self.step_count + self.period
         # Sums stay below 2**53 ns, 104 days: exact as floating-point numbers.
         sums = np.bincount(cell, length, minlength=2 * count * self.step_count)
-        shape = (2, count, self.step_count)
-        plain, collected = sums.astype(np.int64).reshape(shape)
+        plain, collected = sums.astype(np.int64).reshape(2, count, self.step_count)
         return plain, collected
 
 
@@ -161,8 +160,7 @@ def _neighbours(mark: Bools) -> tuple[Ints, Ints]:
     """Per place: the last marked one before or at it, and the next; -1 and the length: none."""
     places = np.arange(len(mark))
     before = np.maximum.accumulate(np.where(mark, places, -1))
-    after = np.minimum.accumulate(np.where(mark, places, len(mark))[::-1])[::-1]
-    return before, after
+    return before, np.minimum.accumulate(np.where(mark, places, len(mark))[::-1])[::-1]
 
 
 def _around_closures(found: Segmentation, row: Ints, major: Ints) -> tuple[Bools, Bools]:

@@ -36,15 +36,13 @@ choice."""
 
 def next_of(mask: Bools) -> Ints:
     """Position of the next true after each position; the length where there is none."""
-    places = np.append(np.flatnonzero(mask), len(mask))
-    following: Ints = places[np.cumsum(mask)]
+    following: Ints = np.append(np.flatnonzero(mask), len(mask))[np.cumsum(mask)]
     return following
 
 
 def previous_of(mask: Bools) -> Ints:
     """Position of the last true before each position; -1 where there is none."""
-    places = np.concatenate([[-1], np.flatnonzero(mask)])
-    preceding: Ints = places[np.cumsum(mask) - mask]
+    preceding: Ints = np.concatenate([[-1], np.flatnonzero(mask)])[np.cumsum(mask) - mask]
     return preceding
 
 
@@ -114,8 +112,7 @@ def _in_step(kind: Codes) -> Bools:
     before, after = previous_of(mark), next_of(mark)
     fetched = (before >= 0) & (kind[before] == schema.DATA)
     fetched &= ~np.append(_NO_GRAD[kind], False)[previous_of(~loader)][before]  # its own loop
-    used = np.append(train, False)[after]
-    found: Bools = (kind == schema.EVAL) & fetched & used
+    found: Bools = (kind == schema.EVAL) & fetched & np.append(train, False)[after]
     steps = int(CLOSING[kind].sum()) or int((kind == schema.BACKWARD).sum())
     batches = np.count_nonzero(np.diff(before[found], prepend=-1))
     if batches < max(1.0, IN_STEP_PASS_RATIO * steps):
@@ -134,8 +131,7 @@ def _alone_with_loader(kind: Codes) -> Bools:
 
 def _with_loader(kind: Codes, passes: Bools) -> Bools:
     """Evaluation passes, the batches fetched for them, and the end of their loader."""
-    following = next_of(~LOADER[kind])
-    core: Bools = passes | (FETCH[kind] & np.append(passes, False)[following])
+    core: Bools = passes | (FETCH[kind] & np.append(passes, False)[next_of(~LOADER[kind])])
     end = kind == schema.DATA_END
     if not end.any() or not core.any():
         return core
@@ -595,8 +591,7 @@ def _sums(values: Ints, step: Ints, mask: Bools, count: int) -> Ints:
     """Sum per step of the chosen rows; steps ascend with the rows, so that sums stay integer."""
     rows = np.flatnonzero(mask & (step >= 0))
     total = np.append(0, np.cumsum(values[rows]))
-    edges = np.searchsorted(step[rows], np.arange(count + 1))
-    return np.diff(total[edges])
+    return np.diff(total[np.searchsorted(step[rows], np.arange(count + 1))])
 
 
 def _counts(step: Ints, mask: Bools, count: int) -> Ints:

@@ -187,8 +187,7 @@ def new_request(
 def post_request(run: RunPaths, request: Request) -> None:
     """Puts a request where the agents of all nodes find it."""
     make_control(run)
-    folder = run.control_reply(request.id)
-    make_folder(folder, below=run.root, mode=PRIVATE, new=True)
+    make_folder(run.control_reply(request.id), below=run.root, mode=PRIVATE, new=True)
     write_json(run.control_request(request.id), request.as_json(), below=run.root)
 
 

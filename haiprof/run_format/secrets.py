@@ -206,8 +206,7 @@ def _is_plain(value: str) -> bool:
 
 def _is_random(value: str) -> bool:
     """Whether a long part of it mixes letters and digits, as no word or number does."""
-    runs = _RANDOM.findall(value)
-    return any(not run.isalpha() and not run.isdigit() for run in runs)
+    return any(not run.isalpha() and not run.isdigit() for run in _RANDOM.findall(value))
 
 
 def _mask_assignments(text: str) -> str:
@@ -222,8 +221,7 @@ def _mask_assignments(text: str) -> str:
         if value is None or value[0].startswith("//"):
             continue
         is_word = found["option"] and text[start - 1].isspace()
-        bare = value[0].strip(_QUOTES)
-        if (_is_value if is_word else _is_secret)(found["name"], bare):
+        if (_is_value if is_word else _is_secret)(found["name"], value[0].strip(_QUOTES)):
             value = _VALUE.match(text, start) or value  # now all of it
             whole = value[0]
             quotes = whole[: len(whole) - len(whole.lstrip(_QUOTES))]
@@ -253,6 +251,5 @@ def _mask_token(found: re.Match[str]) -> str:
     for prefix, least in _TOKENS:
         if run.startswith(prefix):
             rest = run[len(prefix) :]
-            is_jwt = prefix != "eyJ" or "." in rest
-            return MASK if len(rest) >= least and is_jwt else run
+            return MASK if len(rest) >= least and (prefix != "eyJ" or "." in rest) else run
     return MASK if run.startswith("sk-") and _RANDOM.search(run) else run

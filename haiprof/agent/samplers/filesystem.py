@@ -88,8 +88,7 @@ def _nfs_block(body: str) -> NfsCounts | None:
         name, _, numbers = line.strip().partition(":")
         words = numbers.split()
         if words and all(word.isdecimal() and len(word) <= _U64_DIGITS for word in words):
-            counts = map(int, words)
-            fields[name] = [count - _U64 if count >= _I63 else count for count in counts]
+            fields[name] = [count - _U64 if count >= _I63 else count for count in map(int, words)]
     if not fields.get("age"):
         return None
     requests = {name: n for name, n in fields.items() if name.isupper() and len(n) >= 8}
@@ -239,8 +238,7 @@ class FilesystemSampler(ChangingSampler):
             seen_ns = self._clock() - self._nfs[mount.point][0] * NS_PER_S
             known = [old for old in self.known if isinstance(old, _FoundMount)]
             before = [old.born_ns or 0 for old in known if old.mount == mount]
-            same = (ns for ns in before if abs(ns - seen_ns) <= _AGE_TOLERANCE_NS)
-            born_ns = next(same, seen_ns)
+            born_ns = next((ns for ns in before if abs(ns - seen_ns) <= _AGE_TOLERANCE_NS), seen_ns)
         return _FoundMount(mount, stats, born_ns)
 
     def take_up(self, number: int, found: _FoundMount) -> Entity:

@@ -171,8 +171,7 @@ def open_gpm(device: Device, columns: tuple[str, ...], *, root: Path, clock: Clo
     if device.has_mig:
         reason = "MIG is on: GPM measures each GPU instance, and haiprof reads whole GPUs only"
         raise Unavailable(reason, status="unsupported", lasting=True)
-    support = device.call("nvmlGpmQueryDeviceSupport")
-    if not support.isSupportedDevice:
+    if not device.call("nvmlGpmQueryDeviceSupport").isSupportedDevice:
         reason = "nvmlGpmQueryDeviceSupport: not this GPU; GPM came with Hopper"
         remedy = "nv-hostengine (DCGM) has the same metrics of older GPUs"
         raise Unavailable(reason, status="unsupported", remedy=remedy, lasting=True)
@@ -316,8 +315,7 @@ class DcgmSampler(TableSampler):
             return Unavailable(f"{self._shown}: {field} has several values for one GPU")
         if column == "last_xid":
             return int(value) if 0 <= value < 1 << 31 else Unavailable(f"{field} is {value:g}")
-        limit = 1.0 if column.endswith("_ratio") else _RATE_LIMIT
-        if not 0 <= value <= limit:
+        if not 0 <= value <= (1.0 if column.endswith("_ratio") else _RATE_LIMIT):
             return Unavailable(f"{self._shown}: {field} is {value:g}, which it cannot be")
         if value == 0 and column.startswith("pcie_"):
             why = f"{self._shown}: {field} is 0, which PCIe of a GPU in use never is"

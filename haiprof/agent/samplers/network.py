@@ -453,8 +453,7 @@ class EthernetSampler(ChangingSampler):
         if lacking:
             why = Unavailable(f"{origin}: not counted by {driver}", status="unsupported")
             readings.append(refused_reading(lacking, origin, why))
-        details = {"driver": driver}
-        return Entity(key=(index,), name=name, readings=tuple(readings), details=details)
+        return Entity(key=(index,), name=name, readings=tuple(readings), details={"driver": driver})
 
 
 class _Statistics:

@@ -318,8 +318,7 @@ class _ProcessPlacement:
         return (count,)
 
     def _allowed_nodes(self) -> set[int]:
-        cpus = parse_cpu_list(self._allowed or "")
-        return {self.nodes[cpu] for cpu in cpus if cpu in self.nodes}
+        return {self.nodes[cpu] for cpu in parse_cpu_list(self._allowed or "") if cpu in self.nodes}
 
     def _read_frequency(self) -> tuple[int]:
         """Of one CPU only: some kernels sleep for 10 ms at each (node_exporter issue 2966)."""
