@@ -413,9 +413,7 @@ def read_toml(path: Path, content: bytes) -> dict[str, object]:
 
 def merge_options(*layers: Mapping[str, object]) -> Options:
     """Options from layers, later ones first in rank: pyproject, environment, command line."""
-    merged: dict[str, object] = {}
-    for layer in layers:
-        merged.update(layer)
+    merged = {name: value for layer in layers for name, value in layer.items()}
     prefix = "interval."
     intervals = {k[len(prefix) :]: v for k, v in merged.items() if k.startswith(prefix)}
     for group, recorders in RECORDER_GROUPS.items():
