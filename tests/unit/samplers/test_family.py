@@ -90,16 +90,6 @@ def test_family_includes_children_and_grandchildren(kernel: Kernel) -> None:
     assert totals.thread_count == 3
 
 
-def test_family_worker_that_was_waited_for_is_counted_once(kernel: Kernel) -> None:
-    kernel.fork(11)
-    kernel.work(11, ticks=10, rchar=1000)
-    assert kernel.counters() == (15, 1100)
-    kernel.work(11, ticks=3, rchar=7)  # after the last read, before its end
-    kernel.exit(11)
-    assert kernel.counters() == (18, 1107)
-    assert kernel.counters() == (18, 1107)
-
-
 def test_family_worker_that_ends_between_two_reads_is_carried_until_the_wait_shows(
     kernel: Kernel,
 ) -> None:
@@ -156,24 +146,6 @@ def test_family_ends_with_its_process(kernel: Kernel) -> None:
     kernel.processes[10].state, kernel.processes[10].start = "S", 2000
     kernel.tree.process(kernel.processes[10])
     assert kernel.family.update({}, kernel.read) is None
-
-
-def test_family_unreadable_bytes_are_missing_with_the_reason(kernel: Kernel) -> None:
-    kernel.tree.remove("proc/10/io")
-    totals = kernel.totals()
-    assert totals.io_bytes is None
-    assert totals.cpu_ns == 5 * TICK_NS
-    assert totals.io_missing is not None
-    assert "No such file" in totals.io_missing.reason
-
-
-def test_family_child_without_bytes_is_left_out_with_the_reason(kernel: Kernel) -> None:
-    kernel.fork(11)
-    kernel.tree.remove("proc/11/io")
-    totals = kernel.totals()
-    assert totals.io_bytes == (100, 0, 0, 0)
-    assert totals.io_missing is None
-    assert totals.child_io_missing is not None
 
 
 def test_family_faults_include_those_of_waited_children(kernel: Kernel) -> None:

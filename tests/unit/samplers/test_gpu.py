@@ -413,29 +413,22 @@ def test_gpm_that_failed_leaves_a_gap_and_a_new_beginning(
     assert (again["sm_active_ratio"], again["pcie_transmit_bytes"]) == (0.8, 100 << 20)
 
 
-def test_gpm_metric_that_is_not_a_number_is_null(one: Driver) -> None:
+@pytest.mark.parametrize("traffic", [float("inf"), -8.0])
+def test_gpm_metric_that_cannot_be_is_missing_with_the_reason(one: Driver, traffic: float) -> None:
     one.open()
     one.after(0)
-    one.nvml.gpus[0].gpm |= {3: float("nan"), 20: float("inf")}
-    del one.nvml.gpus[0].gpm[13]
+    gpm = one.nvml.gpus[0].gpm
+    gpm |= {2: -1.0, 3: float("nan"), 5: 4294967295.0, 10: 100.4, 20: traffic}
+    del gpm[13]
     row = one.after(SECOND)
-    assert [row[name] for name in ("sm_occupancy_ratio", "fp16_active_ratio")] == [None, None]
-    assert row["pcie_transmit_bytes"] is None
-    assert row["sm_active_ratio"] == 0.8
-    missing = reasons(one.sampler.missing.drain())
-    assert missing["fp16_active_ratio"] == "gpu 0: GPM metric 13: Not Supported"
-
-
-def test_gpm_metric_that_cannot_be_is_missing_with_the_reason(one: Driver) -> None:
-    one.open()
-    one.after(0)
-    one.nvml.gpus[0].gpm |= {2: -1.0, 5: 4294967295.0, 10: 100.4, 20: -8.0}
-    row = one.after(SECOND)
-    assert [row[name] for name in ("sm_active_ratio", "tensor_active_ratio")] == [None, None]
+    assert {name for name in (*RATIOS, "pcie_transmit_bytes") if row[name] is None} == {
+        "sm_active_ratio", "sm_occupancy_ratio", "tensor_active_ratio", "fp16_active_ratio",
+        "pcie_transmit_bytes",
+    }  # fmt: skip
     assert row["dram_active_ratio"] == pytest.approx(1.004)
-    assert row["pcie_transmit_bytes"] is None
     missing = reasons(one.sampler.missing.drain())
     assert missing["tensor_active_ratio"] == "gpu 0: GPM metric 5: a value that it cannot have"
+    assert missing["fp16_active_ratio"] == "gpu 0: GPM metric 13: Not Supported"
 
 
 def test_gpm_without_permission_names_the_drivers_setting_and_the_remedy(tmp_path: Path) -> None:

@@ -116,17 +116,6 @@ def why(tree: FakeTree, code: int, *, allowing: int = 2, virtual: str = "") -> U
     return refusal(error, RAW, tree.root, allowing=allowing, virtual=virtual)
 
 
-def test_refusal_by_the_sysctl_names_its_value_and_what_to_set(tree: FakeTree) -> None:
-    tree.write("proc/sys/kernel/perf_event_paranoid", "4\n")
-    with pytest.raises(PermissionError) as caught:
-        counter(FakePerf(tree))
-    denied = refusal(caught.value, RAW, tree.root, allowing=2, virtual="")
-    assert denied.status == "denied"
-    assert denied.lasting
-    assert "perf_event_paranoid is 4" in denied.reason
-    assert denied.remedy == "sysctl kernel.perf_event_paranoid=2, or CAP_PERFMON for haiprof"
-
-
 def test_refusal_though_the_sysctl_allows_it_points_at_the_container(tree: FakeTree) -> None:
     denied = why(tree, errno.EPERM)
     assert denied.status == "denied"
