@@ -100,11 +100,8 @@ class Surroundings:
         if not names:
             return {"dirty": False, "changed_files": [], "changes_digest": None}
         difference = self._git(root, _DIFF)
-        return {
-            "dirty": True,
-            "changed_files": names[:_MAX_FILES],
-            "changes_digest": None if isinstance(difference, str) else _digest(difference),
-        }
+        digest = None if isinstance(difference, str) else _digest(difference)
+        return {"dirty": True, "changed_files": names[:_MAX_FILES], "changes_digest": digest}
 
     def _git(self, root: str, words: Sequence[str]) -> bytes | str:
         """Git's output, or why there is none."""

@@ -194,10 +194,9 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     inner = pl.DataFrame({"stack": every, "frame": place[innermost_stack(tree)]})
     own = counted.join(inner, on="stack").filter(pl.col("frame") >= 0)
     own = own.group_by(*group, "frame").agg(
-        self_count=pl.col("len").sum(),
-        time_ns=pl.col("weight").sum(),
+        self_count=pl.col("len").sum(), time_ns=pl.col("weight").sum(),
         ns_per_step=pl.col("of_step").sum(),
-    )
+    )  # fmt: skip
     inclusive = counted.join(pairs, on="stack").group_by(*group, "frame")
     found = (
         inclusive.agg(

@@ -166,11 +166,8 @@ class Error:
 
     def _has_lost_worker(self) -> bool:
         """Whether the connection to a DataLoader worker broke while a batch was taken over."""
-        lost = self.type.rpartition(".")[2] in (
-            "ConnectionResetError",
-            "EOFError",
-            "BrokenPipeError",
-        )
+        name = self.type.rpartition(".")[2]
+        lost = name in ("ConnectionResetError", "EOFError", "BrokenPipeError")
         return lost and any(file.endswith(_LOADER_FILE) for file, _, _ in self.frames)
 
     def is_launchers(self) -> bool:
@@ -632,13 +629,12 @@ def _take_end(found: _Found, host: str, line: Mapping[str, Any]) -> None:
     if facts.get("seen") and status is None and number is None:
         return  # the launcher's word and the agent's are about the same end
     facts.update(
-        seen=True,
+        seen=True, core=line.get("core") is True,
         wall_ns=min(wall_ns, facts.get("wall_ns", wall_ns)),
         status=status if status is None or 0 <= status < 256 else None,
         signal=number if number is not None and 0 < number < 128 else None,
-        core=line.get("core") is True,
         **{name: line[name] for name in ("oom", "shm") if isinstance(line.get(name), dict)},
-    )
+    )  # fmt: skip
     limit = integer(line.get("address_limit_bytes"))
     if limit is not None and limit > 0:
         facts["address_limit_bytes"] = limit

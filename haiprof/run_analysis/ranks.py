@@ -133,11 +133,8 @@ def loading_row(rank: RankSegments) -> tuple[int, int, int]:
     first = np.append(False, starts[:-1])[: len(starts)] & (kind == schema.DATA)
     edge = starts | first | (kind == schema.DATA_END)
     before = rank.folded.fact
-    return (
-        int(starts.sum()) + before("epoch_count"),
-        int(own[edge].sum()) + before("epoch_ns"),
-        int(own.sum()) + before("loading_ns"),
-    )
+    return (int(starts.sum()) + before("epoch_count"), int(own[edge].sum()) + before("epoch_ns"),
+            int(own.sum()) + before("loading_ns"))  # fmt: skip
 
 
 def pauses_sum(rank: RankSegments) -> tuple[int, int, int]:

@@ -235,14 +235,10 @@ WATCHED_SCHEMA = {
 def watched_frame(files: run_files.RunFiles) -> pl.DataFrame:
     """What each rank said last of its rolling windows; without rows where there were none."""
     rows = [
-        {
-            "rank": rank.rank,
-            "attempt": rank.attempt,
-            **{name: run_files.integer(line.get(field)) for name, field in _COUNTS.items()},
-            **{name: run_files.number(line.get(name)) for name in _SHARES},
-            "refused": run_files.text(line.get("refused")),
-        }
-        for rank in files.ranks
-        if (line := rank.last("keep_slow"))
-    ]
+        {"rank": rank.rank, "attempt": rank.attempt,
+         **{name: run_files.integer(line.get(field)) for name, field in _COUNTS.items()},
+         **{name: run_files.number(line.get(name)) for name in _SHARES},
+         "refused": run_files.text(line.get("refused"))}
+        for rank in files.ranks if (line := rank.last("keep_slow"))
+    ]  # fmt: skip
     return pl.DataFrame(rows, schema=WATCHED_SCHEMA).sort("rank", "attempt")

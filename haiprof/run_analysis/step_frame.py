@@ -187,18 +187,15 @@ def slice_segments(rank: RankSegments, begin: int | None, end: int | None) -> Ra
     )
     cut = Segmentation(
         nested=Nested(
-            spans=take_rows(nested.spans, rows),
+            spans=take_rows(nested.spans, rows), top=nested.top[rows] - rows.start,
             parent=np.where(nested.parent[rows] < 0, -1, nested.parent[rows] - rows.start),
-            top=nested.top[rows] - rows.start,
-            self_ns=nested.self_ns[rows],
-            overlapping_count=nested.overlapping_count,
+            self_ns=nested.self_ns[rows], overlapping_count=nested.overlapping_count,
         ),
-        phase=found.phase[rows],
+        phase=found.phase[rows], steps=take_rows(steps, slice(begin, end)),
         step=np.where(found.step[rows] < 0, -1, found.step[rows] - (begin or 0)),
-        steps=take_rows(steps, slice(begin, end)),
         evaluations=Intervals(*(edges[evaluated] for edges in found.evaluations)),
         unfinished_micro_step_count=found.unfinished_micro_step_count if end is None else 0,
-    )
+    )  # fmt: skip
     events, busy = rank.events, rank.busy
     if busy is not None:
         inside = (busy[0] >= first_ns) & (busy[0] < last_ns)

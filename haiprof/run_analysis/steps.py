@@ -349,11 +349,10 @@ def spans_for(spans: Spans, source: int) -> Spans:
     end = np.where(held, np.maximum(np.append(outer.end_ns, 0)[place], marks.end_ns), marks.end_ns)
     marks = replace(marks, start_ns=np.where(held, end, marks.start_ns), end_ns=end)
     return Spans(
-        kind=np.concatenate([line.kind, marks.kind]),
-        tag=np.concatenate([line.tag, marks.tag]),
-        start_ns=np.concatenate([line.start_ns, marks.start_ns]),
-        end_ns=np.concatenate([line.end_ns, marks.end_ns]),
-    )
+        kind=np.append(line.kind, marks.kind), tag=np.append(line.tag, marks.tag),
+        start_ns=np.append(line.start_ns, marks.start_ns),
+        end_ns=np.append(line.end_ns, marks.end_ns),
+    )  # fmt: skip
 
 
 def _repeating_tokens(tag: Codes, token: Codes, source: int) -> dict[str, Any]:

@@ -188,13 +188,11 @@ def _instrument(table: Table, column: Column) -> Instrument:
     own_unit, divisor = _UNITS.get(column.unit, (f"{{{column.unit}}}", 1))
     counts = counter_end(column.kind) is not None
     return Instrument(
-        name=name,
-        unit=next((word for word in more if "=" not in word), own_unit),
-        kind="counter" if counts else "updown" if name in _UP_DOWN else "gauge",
-        divisor=divisor,
+        name=name, unit=next((word for word in more if "=" not in word), own_unit),
+        kind="counter" if counts else "updown" if name in _UP_DOWN else "gauge", divisor=divisor,
         attributes=dict(word.split("=") for word in more if "=" in word),
         description=column.meaning + _ending(column.kind),
-    )
+    )  # fmt: skip
 
 
 def _name(source: str, column: Column) -> str:

@@ -39,13 +39,10 @@ def parse_ranges(packed: object, *, since_ns: object) -> list[PhaseRange]:
     try:
         rows = json.loads(packed)
         return [
-            PhaseRange(
-                name=NAMES[int(place)],
-                start_wall_ns=since_ns + int(start),
-                duration_ns=max(int(duration), 0),
-            )
+            PhaseRange(name=NAMES[int(place)], start_wall_ns=since_ns + int(start),
+                       duration_ns=max(int(duration), 0))
             for place, start, duration in rows[:LIMIT]
-        ]
+        ]  # fmt: skip
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return []
 

@@ -134,11 +134,8 @@ def lustre_values(content: bytes) -> Sequence[int | None]:
     if b"snapshot_time" not in lines:
         raise ValueError("no snapshot_time")
     calls = (lines.get(name.encode()) for name in _LUSTRE_METADATA)
-    return (
-        _lustre_sum(lines.get(b"read_bytes")),
-        _lustre_sum(lines.get(b"write_bytes")),
-        sum(int(words[1]) for words in calls if words),
-    )
+    moved = (_lustre_sum(lines.get(name)) for name in (b"read_bytes", b"write_bytes"))
+    return (*moved, sum(int(words[1]) for words in calls if words))
 
 
 def _lustre_sum(words: Sequence[bytes] | None) -> int | None:

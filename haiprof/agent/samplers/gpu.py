@@ -567,9 +567,8 @@ def _pointer(handle: Any) -> int | None:  # noqa: ANN401  a pointer of the bindi
 _MEMORY_V2 = 0x02000028  # nvmlMemory_v2_t: version 2, 40 bytes
 _RESERVED_UNKNOWN = Unavailable(
     "driver without nvmlDeviceGetMemoryInfo_v2: counted in memory_used_bytes",
-    status="unsupported",
-    remedy="driver 510 or newer",
-)
+    status="unsupported", remedy="driver 510 or newer",
+)  # fmt: skip
 _MEMORY_COLUMNS = GPU.names("memory_used_bytes", "memory_total_bytes")
 
 CALLS = (
@@ -647,11 +646,8 @@ class GpuSampler(NvmlSampler):
 
 
 def _utilization(device: Device) -> Reading:
-    call = Call(
-        "utilization_ratio memory_busy_ratio",
-        "nvmlDeviceGetUtilizationRates",
-        values=lambda share: (share.gpu / 100, share.memory / 100),
-    )
+    call = Call("utilization_ratio memory_busy_ratio", "nvmlDeviceGetUtilizationRates",
+                values=lambda share: (share.gpu / 100, share.memory / 100))  # fmt: skip
     if device.has_mig:
         reason = "MIG is on: NVML has no utilization of a GPU cut into instances"
         why = Unavailable(reason, status="unsupported")

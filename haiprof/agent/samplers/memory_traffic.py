@@ -104,10 +104,8 @@ _GRACE = tuple(
     Metric(column=column, pmu=r"nvidia_scf_pmu_\d+\Z", named=((name,),), unit=Fraction(unit),
            unscaled=True)
     for column, name, unit in (
-        (READ, "cmem_rd_data", 32),
-        (WRITE, "cmem_wr_total_bytes", 1),
-        (REMOTE, "remote_socket_rd_data", 32),
-        (REMOTE, "remote_socket_wr_total_bytes", 1),
+        (READ, "cmem_rd_data", 32), (WRITE, "cmem_wr_total_bytes", 1),
+        (REMOTE, "remote_socket_rd_data", 32), (REMOTE, "remote_socket_wr_total_bytes", 1),
     )
 )  # fmt: skip
 

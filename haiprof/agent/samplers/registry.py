@@ -217,14 +217,12 @@ def find_permissions(
     caps = _Capabilities(root)
     uncore = "memory bandwidth and cross-socket traffic (uncore counters)"
     return (
-        _ptrace(root, caps),
-        *(_capability(root, caps, name) for name in ("SYS_PTRACE", "PERFMON")),
+        _ptrace(root, caps), _capability(root, caps, "SYS_PTRACE"),
+        _capability(root, caps, "PERFMON"),
         _perf(root, caps, limit=2, name="perf_own_processes", allows="CPU counters of the ranks"),
         _perf(root, caps, limit=0, name="perf_whole_node", allows=uncore),
-        _nvml(load),
-        _gpm(root, caps),
-        _psi(root),
-    )
+        _nvml(load), _gpm(root, caps), _psi(root),
+    )  # fmt: skip
 
 
 class _Capabilities:
