@@ -625,7 +625,8 @@ class _Case:
         hosts = len({each.host for each in self.ends.values()})
         died = end.failed_ns if died_ns is None else died_ns
         hung = cause in ("hang", "deadlock") and bool(ranks) and self.behind.keys() >= set(ranks)
-        fates = self._fates(ranks, hung=hung)
+        seen = sorted({*self.ends, *ranks, *range(self.evidence.world)})
+        fates = tuple(self._fate(rank, rank in ranks, hung=hung) for rank in seen)
         tail = _victims_text([f for f in fates if f.rank in {**self.victims, **self.stopped}], died)
         frames = error.frames
         if end.crashed_at and not frames:
@@ -737,10 +738,6 @@ class _Case:
         """The files that a rank wrote in this start."""
         return next((r for r in self.evidence.files.ranks
                      if r.rank == rank and self.attempts.get(rank) == r.attempt), None)  # fmt: skip
-
-    def _fates(self, ranks: Sequence[int], *, hung: bool) -> tuple[Fate, ...]:
-        seen = sorted({*self.ends, *ranks, *range(self.evidence.world)})
-        return tuple(self._fate(rank, rank in ranks, hung=hung) for rank in seen)
 
     def _fate(self, rank: int, cause: bool, *, hung: bool) -> Fate:
         end = self.ends.get(rank)

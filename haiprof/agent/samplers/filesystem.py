@@ -134,12 +134,9 @@ def lustre_values(content: bytes) -> Sequence[int | None]:
     if b"snapshot_time" not in lines:
         raise ValueError("no snapshot_time")
     calls = (lines.get(name.encode()) for name in _LUSTRE_METADATA)
-    moved = (_lustre_sum(lines.get(name)) for name in (b"read_bytes", b"write_bytes"))
+    moved = (_in_range(int(lines[name][6])) if name in lines else 0
+             for name in (b"read_bytes", b"write_bytes"))  # fmt: skip
     return (*moved, sum(int(words[1]) for words in calls if words))
-
-
-def _lustre_sum(words: Sequence[bytes] | None) -> int | None:
-    return _in_range(int(words[6])) if words else 0
 
 
 def lustre_stats(root: Path, mount: MountEntry) -> Path:
