@@ -176,7 +176,9 @@ def fold_rank(files: RankFiles, windows: Sequence[TraceWindow], kept: Retention)
     sections = {stored.SAMPLED.name: _pack_records(stored.SAMPLED, samples)}
     for table, columns in ((stored.BLOCKS, blocks), (stored.SLOW, slow), (stored.SPANS, spans),
                            (stored.STRETCHES, _stretches(rank, positions, place))):  # fmt: skip
-        whole = _after(record_columns(rank.folded.file.sections[table.name]), columns)
+        older = record_columns(rank.folded.file.sections[table.name])  # without columns of zeros
+        zeros = np.zeros(len(next(iter(older.values()))), dtype=np.int64)
+        whole = {name: np.append(older.get(name, zeros), own) for name, own in columns.items()}
         sections[table.name] = _pack_records(table, whole)
     clock = {"mono_ns": 0, "wall_ns": rank.wall_offset_ns}
     stored.write_folded(
@@ -313,12 +315,6 @@ def _stretches(rank: step_frame.RankSegments, positions: StepPositions, place: i
     number = np.where(step < 0, -1, step + rank.first_step)
     return {"start_ns": start[order], "end_ns": stop[order], "kind": kinds[order],
             "step": number[order]}  # fmt: skip
-
-
-def _after(older: Mapping[str, np.ndarray], columns: Columns) -> Columns:
-    """Columns behind those of before, where a column of zeros was left out."""
-    zeros = np.zeros(len(next(iter(older.values()))), dtype=np.int64)
-    return {name: np.append(older.get(name, zeros), own) for name, own in columns.items()}
 
 
 def _pack_records(table: Table, columns: Columns) -> tuple[Sequence[Column], bytes]:

@@ -71,15 +71,11 @@ def keep_answer(run: RunPaths, name: str, content: Mapping[str, Any], *, valid_f
         return
     with contextlib.suppress(OSError):
         safe_files.make_folder(run.answers, below=run.root, own=True)
-        _make_room(run)
+        names = safe_files.list_folder(run.answers, below=run.root)
+        for old in names if len(names) >= _FILE_LIMIT else ():
+            safe_files.remove_file(run.answers / old, below=run.root)
         with safe_files.whole_file(run.answer(name), below=run.root, own=True) as file:
             file.write(text)
-
-
-def _make_room(run: RunPaths) -> None:
-    names = safe_files.list_folder(run.answers, below=run.root)
-    for name in names if len(names) >= _FILE_LIMIT else ():
-        safe_files.remove_file(run.answers / name, below=run.root)
 
 
 def _add_entries(
