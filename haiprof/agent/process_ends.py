@@ -590,8 +590,7 @@ class OtherProcesses:
         self._tree = ProcessTree(root)
         self._wait_s = _FIRST_S / 2
         self._looked_s: float | None = None
-        self._ticks: dict[tuple[int, bytes], int] = {}
-        """CPU time by process and when it started."""
+        self._ticks: dict[tuple[int, bytes], int] = {}  # CPU time by process and when it started
 
     def tick(self, ranks: Iterable[LiveRank]) -> None:
         """Looks, where it is time to."""

@@ -60,8 +60,7 @@ class OwnFile:
 
     def __init__(self, path: Path, opened: Callable[[Path], int]) -> None:
         self.path = path
-        self.lost_count = 0
-        """How often the job has closed it."""
+        self.lost_count = 0  # how often the job has closed it
         self._descriptor = Descriptor(opened(path))
 
     @property

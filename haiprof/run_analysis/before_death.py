@@ -42,29 +42,20 @@ class MemoryAtEnd:
     """Memory of one rank before it died."""
 
     rank: int
-    rss_bytes: int | None
-    """Resident, with its children: the last sample before the death."""
-    sampled_before_ns: int | None
-    """How long before the death that was."""
+    rss_bytes: int | None  # resident, with its children: the last sample before the death
+    sampled_before_ns: int | None  # how long before the death that was
     most_rss_bytes: int | None
     """The same at most in the last minute: a worker that ran out of memory is gone at its end."""
-    most_before_ns: int | None
-    """How long before the death that was."""
-    process_count: int | None
-    """The rank and its descendants, when it was most."""
-    killed_with_bytes: int | None
-    """Resident at the kill, as the kernel's log has it."""
+    most_before_ns: int | None  # how long before the death that was
+    process_count: int | None  # the rank and its descendants, when it was most
+    killed_with_bytes: int | None  # resident at the kill, as the kernel's log has it
     growth_bytes_per_step: float | None
     """Over the steps of the last minute; None where it did not grow steadily, or is not known."""
-    limit_bytes: int | None
-    """Of its control group."""
-    address_limit_bytes: int | None
-    """Of its address space (`ulimit -v`)."""
-    available_bytes: int | None
-    """Of the node, at the last sample."""
+    limit_bytes: int | None  # of its control group
+    address_limit_bytes: int | None  # of its address space (`ulimit -v`)
+    available_bytes: int | None  # of the node, at the last sample
     shm_used_bytes: int | None
-    shm_bytes: int | None
-    """Of /dev/shm, after its end."""
+    shm_bytes: int | None  # of /dev/shm, after its end
 
     @property
     def text(self) -> str:
@@ -173,17 +164,14 @@ class GpuMemoryAtEnd:
     failed: GpuOutOfMemory
     reasons: tuple[str, ...]
     """Why there was no more, as far as it is known; each follows from numbers."""
-    fragmented: bool | None
-    """As of `failed`."""
-    fits_ratio: float | None
-    """As of `failed`."""
+    fragmented: bool | None  # as of `failed`
+    fits_ratio: float | None  # as of `failed`
     growth_bytes_per_step: float | None
     """Of what is allocated where steps begin; None where it did not grow steadily."""
     by_line: tuple[tuple[str | None, int], ...]
     """(line of the job's own code, bytes) of blocks in use, most first; None: from before the
     history. Empty without a snapshot."""
-    snapshot: str | None
-    """The snapshot's path."""
+    snapshot: str | None  # the snapshot's path
 
     @property
     def texts(self) -> Iterator[str]:

@@ -77,20 +77,14 @@ class Fate:
     role: str
     """`cause`, `victim` (it waited for another one), `stopped` (by its launcher after the
     first failure, or as the whole job was), `clean`, `absent` (never seen), or `unknown`."""
-    what: str
-    """For people."""
-    line: str | None
-    """The innermost line of the user's own code, where an exception names it."""
-    ended_ns: int | None
-    """Unix time at which it was lost; None where nobody saw it."""
-    step: int | None
-    """The last training step that is known of it."""
+    what: str  # for people
+    line: str | None  # the innermost line of the user's own code, where an exception names it
+    ended_ns: int | None  # Unix time at which it was lost; None where nobody saw it
+    step: int | None  # the last training step that is known of it
     phase: str | None
     """The innermost phase under way when it was killed; None where that is not known."""
-    waited_in: str | None
-    """The last collective that it began, where it is a victim."""
-    printed: tuple[str, ...]
-    """Its last lines on stderr, else on stdout, where that is a file."""
+    waited_in: str | None  # the last collective that it began, where it is a victim
+    printed: tuple[str, ...]  # its last lines on stderr, else on stdout, where that is a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,26 +97,19 @@ class Death:
     (of threads of one rank), `mismatch`, `node_lost`, `never_started`, `shared_memory_full`,
     `disk_full`, `time_limit`, `preempted`, `requeued`, `evicted`, `cancelled`, `signal`,
     `interrupted`, `launcher`, `gone`, `unknown`."""
-    ranks: tuple[int, ...]
-    """Who it began with; empty where it came from outside, or is not known."""
-    certain: bool
-    """Whether it follows from what was seen, and is not only likely."""
+    ranks: tuple[int, ...]  # who it began with; empty where it came from outside, or is not known
+    certain: bool  # whether it follows from what was seen, and is not only likely
     what: str
     line: str | None
-    source: str | None
-    """What stands at that line."""
+    source: str | None  # what stands at that line
     seen_at: str | None
     """Where the first rank was last seen, by its sampled stacks, where no exception tells it."""
-    traceback: tuple[str, ...]
-    """Of the first failure, outermost first."""
-    message: str | None
-    """All of the exception's text, as far as it was kept."""
-    died_ns: int | None
-    """Unix time of the first failure."""
+    traceback: tuple[str, ...]  # of the first failure, outermost first
+    message: str | None  # all of the exception's text, as far as it was kept
+    died_ns: int | None  # Unix time of the first failure
     step: int | None
     fates: tuple[Fate, ...]
-    clock: str
-    """What the order of ends rests on."""
+    clock: str  # what the order of ends rests on
     remedy: str
     witnesses: tuple[PrintedLine, ...] = ()
     """Errors that it printed before, behind the first loss that was no finite number."""
@@ -130,11 +117,9 @@ class Death:
     """What Slurm or Kubernetes said of the run's end, where they were asked."""
     own_end: str | None = None
     """How this start itself ended, where the death is that of an earlier one."""
-    began_in: int | None = None
-    """That earlier start, whose death is then told twice."""
+    began_in: int | None = None  # that earlier start, whose death is then told twice
     generation: int = 0
-    final: bool = True
-    """Whether the job ended with it; else its ranks were started again."""
+    final: bool = True  # whether the job ended with it; else its ranks were started again
 
     @property
     def died_in(self) -> int:

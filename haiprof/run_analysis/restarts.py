@@ -100,31 +100,22 @@ class Start:
 
     run: str
     generation: int
-    began_ns: int | None
-    """Unix time of its process, as far as that is known."""
-    ended_ns: int | None
-    """Unix time of its death; None where it did not die, or that is not known."""
-    why: str | None
-    """How it ended."""
-    step_count: int
-    """Steps of the rank that has most."""
+    began_ns: int | None  # Unix time of its process, as far as that is known
+    ended_ns: int | None  # Unix time of its death; None where it did not die, or that is not known
+    why: str | None  # how it ended
+    step_count: int  # steps of the rank that has most
     kept_steps: int
     """Of them those whose work is known to have counted: it was in the checkpoint from which a
     later start went on, its run ended with status 0, or no start came after it."""
-    uncertain_steps: int
-    """Those after them that may have counted."""
-    went_on: str
-    """`first`, `checkpoint`, `not known`, or `never trained`."""
-    from_start: int | None
-    """Place of the start whose checkpoint it read."""
+    uncertain_steps: int  # those after them that may have counted
+    went_on: str  # `first`, `checkpoint`, `not known`, or `never trained`
+    from_start: int | None  # place of the start whose checkpoint it read
     from_step: int | None
     """How many steps of that start the checkpoint held; at least, where that is not exact."""
-    file: str | None
-    """The checkpoint; None where none was seen."""
+    file: str | None  # the checkpoint; None where none was seen
     first_step: int | None
     """Number of its first step in the whole job, counted from 0; None where that is not known."""
-    has_saved: bool
-    """Whether a checkpoint was seen to be written."""
+    has_saved: bool  # whether a checkpoint was seen to be written
 
     @property
     def lost_steps(self) -> int:

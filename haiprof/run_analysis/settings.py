@@ -98,26 +98,21 @@ class RankSettings:
     host: str | None
     flags: Mapping[str, Scalar]
     """By the names of `run_format.setting_lines.FLAGS`; None where this torch does not tell."""
-    variables: Mapping[str, str]
-    """Environment variables that change speed, credentials masked."""
+    variables: Mapping[str, str]  # environment variables that change speed, credentials masked
     operator_threads: int | None
-    cores: int | None
-    """CPUs that the main thread may run on."""
+    cores: int | None  # CPUs that the main thread may run on
     cpu_limit_cores: float | None
     memory_limit_bytes: int | None
     gc_enabled: bool | None
     gc_thresholds: tuple[int, ...]
     autocast: str | None
     """What autocast made of operators when a model was called first; None: it was off there."""
-    input_dtypes: tuple[str, ...]
-    """Of the floating tensors that models were called with first."""
+    input_dtypes: tuple[str, ...]  # of the floating tensors that models were called with first
     models: tuple[ModelSettings, ...]
-    optimizers: tuple[OptimizerSettings, ...]
-    """Those that were alive when settings were read."""
+    optimizers: tuple[OptimizerSettings, ...]  # those that were alive when settings were read
     stepped_optimizer_count: int
     looks: Looks
-    problems: tuple[str, ...]
-    """What could not be read, and why."""
+    problems: tuple[str, ...]  # what could not be read, and why
 
     @property
     def usable_cores(self) -> float | None:
