@@ -321,8 +321,7 @@ class Uplink(LoopThread):
 
 MESSAGES_PER_S = 500  # an agent sends no more than this: a node answers once per rank
 HELLO_S = 5.0  # time for a peer to prove that it holds the token
-GRACE_S = 1.0
-"""Minimum time before a stranger is disconnected for lack of room: many agents may come at once."""
+GRACE_S = 1.0  # least time until a stranger has to go for want of room: many may come at once
 MAX_AGENTS = 20_000
 MAX_STRANGERS = 512
 MAX_STRANGERS_PER_ADDRESS = 128

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _CPU_LIMIT = 1 << 16  # Linux is built for 8,192 at most
-V1_UNLIMITED_BYTES = 1 << 62
-"""Version 1 writes LONG_MAX in whole pages for no limit; no machine has half of it."""
+V1_UNLIMITED_BYTES = 1 << 62  # version 1's none is LONG_MAX in pages: no machine has half of it
 
 
 def parse_cpu_limit(words: Sequence[bytes]) -> float | None:

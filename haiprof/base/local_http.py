@@ -23,10 +23,8 @@ from typing import Any
 
 MAX_CONNECTIONS = 64  # connections at a time: each has a thread; a browser opens six
 MAX_CONNECTIONS_PER_ADDRESS = 32
-Address = tuple[Any, ...]
-"""Of a socket, as `accept` and `getsockname` give it: host, port, and more for IPv6."""
-HEAD_S = 10.0
-"""A client that has not sent a whole request by then is disconnected, however slowly it sends."""
+Address = tuple[Any, ...]  # as `accept` and `getsockname` give it: host, port, and more for IPv6
+HEAD_S = 10.0  # a client that has not sent a whole request by then is disconnected, however slow
 STALL_S = 60.0  # a client that reads nothing of an answer for so long is disconnected
 _LEAVE_S = 1.0
 _REST_S = 0.1
@@ -126,8 +124,7 @@ class _Visit:
     """A connection in service."""
 
     address: str
-    head_until_s: float | None
-    """Deadline for its whole request on the monotonic clock; None while it is answered."""
+    head_until_s: float | None  # deadline for its whole request, monotonic; None: it is answered
 
 
 class GuardedServer(socketserver.ThreadingMixIn):

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 _Number = TypeVar("_Number", int, float)
-MAD_TO_SIGMA = 1.4826
-"""Standard deviation of a normal distribution by its median absolute deviation."""
+MAD_TO_SIGMA = 1.4826  # a normal distribution's standard deviation by its median absolute deviation
 
 
 def lower_median(values: Iterable[float]) -> float:

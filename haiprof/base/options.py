@@ -35,14 +35,12 @@ RECORDERS = (*USUAL_RECORDERS, "perf")
 RECORDER_GROUPS = {"all": USUAL_RECORDERS, "basic": ("phases", "host", "process")}
 SHARES = {"nobody": 0o700, "group": 0o750, "all": 0o755}
 """Who may read a run beside its owner, as the mode of its directory."""
-SITE_OPTIONS = Path("/etc/haiprof/config.toml")
-"""Options of all users of a machine, as its administrator sets them."""
+SITE_OPTIONS = Path("/etc/haiprof/config.toml")  # of all users, as the administrator sets them
 MEMORY_HISTORY = ("off", "auto", "on")
 REACTIONS = ("snapshot", "trace", "both", "off")
 DEFAULT_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.1
-MIN_STACKS_INTERVAL_S = 0.01
-"""Between two samples of the training thread's stack; 0.05 s unless given."""
+MIN_STACKS_INTERVAL_S = 0.01  # between samples of the training thread's stack; 0.05 s if not given
 BURST_HZ_RANGE = (10, 200_000)  # Nsight Systems user guide, GPU metrics: sampling frequency
 BURST_SAMPLE_LIMIT = 1_000_000  # per GPU: 2.5 GB of export at the most
 
@@ -59,8 +57,7 @@ ENV_PEAK = "HAIPROF_PEAK"  # the device's most, as `haiprof trace efficiency --p
 ENV_DCGM_URL = "HAIPROF_DCGM_URL"  # where DCGM's exporter answers, and that it is wanted
 ENV_RENDEZVOUS = "HAIPROF_RENDEZVOUS"  # set by `haiprof submit`: where a job's nodes meet
 ENV_TRY_LOADER = "HAIPROF_TRY_LOADER"  # set by `haiprof try-loader`: FOLDER:MODE of one trial
-KEPT_BATCHES = "kept"
-"""The mode of such a trial in which a loader costs nothing; a number is how many workers."""
+KEPT_BATCHES = "kept"  # the mode of a trial in which a loader costs nothing; a number: its workers
 ENV_KINETO_DAEMON = "KINETO_USE_DAEMON"  # Kineto's own: a process asks a daemon for traces
 ENV_KINETO_FOLDER = "KINETO_IPC_SOCKET_DIR"  # Kineto's own: where the daemon's socket is
 ENV_TRAINJOB = ("KUBEFLOW_TRAINER_SERVER_", "KUBEFLOW_TRAINER_STATUS_")
@@ -175,8 +172,7 @@ class Options(TraceOptions):
         "with an address as log-dir: where runs are recorded first (default: "
         "~/.local/state/haiprof/runs)", _folder)
     """Is `log_dir` then, and nothing else reads it."""
-    address: str = ""
-    """Where runs are put once they are recorded, such as `s3://bucket/runs`; empty is nowhere."""
+    address: str = ""  # where recorded runs are put, such as `s3://bucket/runs`; empty is nowhere
     name: str = declare("name NAME", "", "name of the job (default: the script's)")
     share: str = declare(
         "share WHO", "nobody", "who else may read the run: nobody (default), group, or all")

@@ -233,8 +233,7 @@ class HangLimit(NamedTuple):
     """How long without a step until a job counts as hanging."""
 
     seconds: float = 0.0  # seconds; 0 where `factor` applies
-    factor: float = 5.0
-    """Multiple of the longest time so far without a step, an evaluation or a save."""
+    factor: float = 5.0  # times the longest so far without a step, an evaluation or a save
 
     def __str__(self) -> str:
         return f"{self.seconds:g}" if self.seconds else f"{self.factor:g}x"

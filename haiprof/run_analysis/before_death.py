@@ -162,8 +162,7 @@ class GpuMemoryAtEnd:
 
     rank: int
     failed: GpuOutOfMemory
-    reasons: tuple[str, ...]
-    """Why there was no more, as far as it is known; each follows from numbers."""
+    reasons: tuple[str, ...]  # why there was no more, as far as known; each follows from numbers
     fragmented: bool | None  # as of `failed`
     fits_ratio: float | None  # as of `failed`
     growth_bytes_per_step: float | None
@@ -265,8 +264,7 @@ def _by_line(
 SECONDS = 30
 AFTER_NS = 2 * NS_PER_S
 _TAIL_RECORDS = 20_000
-_PIECES = 300
-"""So many stretches per rank at the most: what is shorter than a part of the picture is joined."""
+_PIECES = 300  # stretches per rank at most: what is shorter than a part of the picture is joined
 _PHASES = {
     schema.DATA: "dataloader", schema.DATA_END: "dataloader", schema.DATA_ITER: "dataloader",
     schema.FORWARD: "forward", schema.FORWARD_EVAL: "forward", schema.BACKWARD: "backward",

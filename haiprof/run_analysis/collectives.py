@@ -84,8 +84,7 @@ def find_mismatches(collectives: pl.DataFrame) -> list[Mismatch]:
 
 MIN_MATCHES = 8  # fewer common collectives than this say nothing about a rank
 
-_CLOCK_EVENTS = 256
-"""The last collectives of each group of the first host that clocks are compared by."""
+_CLOCK_EVENTS = 256  # the last ones of each group of the first host that clocks are compared by
 
 COLLECTIVE_SCHEMA = {"rank": pl.Int64, "attempt": pl.Int64, "host": pl.String, **FLIGHT_SCHEMA}
 LATENESS_SCHEMA = {

@@ -204,8 +204,7 @@ class _Export:
 
     epoch_ns: int
     metrics: Mapping[tuple[int, int], str]  # our name by type and metric
-    gpus: Mapping[int, tuple[str, str]]
-    """UUID and PCI address by GPU; no GPU whose number is ambiguous."""
+    gpus: Mapping[int, tuple[str, str]]  # UUID and PCI address by GPU; no ambiguous numbers
     samples: np.ndarray[tuple[int], np.dtype[np.void]]
 
 

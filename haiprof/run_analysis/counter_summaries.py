@@ -144,8 +144,7 @@ def _add_stats(stats: _Stats, found: SourceSamples, window: tuple[int, int]) -> 
             stats.setdefault(known[at], {})[metric.name] = MetricStat(mean=mean, min=low, max=high)
 
 
-POINT_COUNT = 240
-"""Points that a series is thinned to, by medians: enough for a trend, and few at 1,024 ranks."""
+POINT_COUNT = 240  # that a series is thinned to, by medians: enough for a trend, few at 1,024 ranks
 _OF_RANKS = {
     "gpu": (
         "utilization_ratio", "memory_used_bytes", "throttle_power_ratio", "throttle_thermal_ratio",
@@ -187,8 +186,7 @@ class CounterAverages:
 
     of_ranks: Mapping[str, Mapping[int, float]]
     """By metric of a process or GPU: each rank's mean of shares of time, its median of others."""
-    points: pl.DataFrame
-    """`rank`, `metric`, `time_ns`, `value`: memory of each rank and its GPU, thinned."""
+    points: pl.DataFrame  # `rank`, `metric`, `time_ns`, `value`: memory of ranks and GPUs, thinned
     nodes: Mapping[str, Means]
     """By host and entity (None: the node itself): mean of each metric of host and cgroup."""
 

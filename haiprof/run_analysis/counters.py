@@ -93,8 +93,7 @@ class SourceSamples:
     entities: Sequence[str | None]  # their names; None for the node
     ranks: Sequence[int | None]  # whose they are, where one rank owns them: by process, or by GPU
     gpus: Sequence[int | None]  # NVML index
-    follows: npt.NDArray[np.bool_]
-    """Whether the record before is an earlier sample of the same entity."""
+    follows: npt.NDArray[np.bool_]  # whether the record before is an earlier one of the same entity
     columns: Mapping[str, npt.NDArray[Any]]  # as in the file
     order: Ints  # place of each sample in these
     metrics: Sequence[Metric] = ()  # those that were asked for

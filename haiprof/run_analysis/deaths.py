@@ -47,13 +47,11 @@ from haiprof.run_format.manifest import read_manifest, run_folders
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 TOGETHER_NS = 2 * NS_PER_S  # ranks that fail alike within this time failed of the same
-SLURM_LIMIT_NS = 90 * NS_PER_S
-"""Slurm sends SIGTERM at the time limit, checked every half minute or so."""
+SLURM_LIMIT_NS = 90 * NS_PER_S  # Slurm sends SIGTERM at its limit, checked every half minute or so
 _STILL_NS, _STILL_STEPS = 10 * NS_PER_S, 20
 """A job that was ended is said to have stood still after such a time, and that of so many steps."""
 _STOOD_NS = 2 * NS_PER_S  # samples that are all at one line for so long are told as such
-_READ_LATER_NS = 5 * NS_PER_S
-"""A line is read so long after it was printed, at the most where nothing hangs."""
+_READ_LATER_NS = 5 * NS_PER_S  # a line is read so long after it was printed, where nothing hangs
 _WITNESS_LIMIT, _LAST_LINES, _PLACES_LIMIT = 4, 10, 4
 """Errors printed before, last lines of a rank, and places of ranks that are shown."""
 _WITHOUT_A_REASON = (
@@ -81,8 +79,7 @@ class Fate:
     line: str | None  # the innermost line of the user's own code, where an exception names it
     ended_ns: int | None  # Unix time at which it was lost; None where nobody saw it
     step: int | None  # the last training step that is known of it
-    phase: str | None
-    """The innermost phase under way when it was killed; None where that is not known."""
+    phase: str | None  # the innermost phase under way when it was killed; None: not known
     waited_in: str | None  # the last collective that it began, where it is a victim
     printed: tuple[str, ...]  # its last lines on stderr, else on stdout, where that is a file
 
@@ -102,8 +99,7 @@ class Death:
     what: str
     line: str | None
     source: str | None  # what stands at that line
-    seen_at: str | None
-    """Where the first rank was last seen, by its sampled stacks, where no exception tells it."""
+    seen_at: str | None  # the first rank's last sampled line, where no exception tells it
     traceback: tuple[str, ...]  # of the first failure, outermost first
     message: str | None  # all of the exception's text, as far as it was kept
     died_ns: int | None  # Unix time of the first failure
@@ -113,10 +109,8 @@ class Death:
     remedy: str
     witnesses: tuple[PrintedLine, ...] = ()
     """Errors that it printed before, behind the first loss that was no finite number."""
-    scheduler: tuple[str, ...] = ()
-    """What Slurm or Kubernetes said of the run's end, where they were asked."""
-    own_end: str | None = None
-    """How this start itself ended, where the death is that of an earlier one."""
+    scheduler: tuple[str, ...] = ()  # what Slurm or Kubernetes said of the run's end, where asked
+    own_end: str | None = None  # how this start itself ended, where the death is an earlier one's
     began_in: int | None = None  # that earlier start, whose death is then told twice
     generation: int = 0
     final: bool = True  # whether the job ended with it; else its ranks were started again
@@ -143,8 +137,7 @@ class Evidence:
     ends: Sequence[ProcessEnd]
     signals: Sequence[Arrived]
     hangs: Sequence[Reaction]
-    collectives: Callable[[], pl.DataFrame]
-    """Of `RunFrames.collectives()`: read only of jobs that died."""
+    collectives: Callable[[], pl.DataFrame]  # `RunFrames.collectives()`: only of jobs that died
     steps: Mapping[tuple[int, int], LastStep]  # by rank and attempt
     world: int
     output: Output

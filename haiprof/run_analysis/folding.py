@@ -68,8 +68,7 @@ MOST_SLOW, ALWAYS_SLOW = 0.02, 32
 the others it is counted how many there were."""
 MOST_SAMPLES, MOST_WORKER_SAMPLES = 6_000, 1_200
 """Samples of a rank that are kept of all folded time, and those of all its workers."""
-BESIDE_DEATH_NS = (600 * NS_PER_S, 60 * NS_PER_S)
-"""Before and after the end of a process counters are kept whole."""
+BESIDE_DEATH_NS = (600 * NS_PER_S, 60 * NS_PER_S)  # before and after an end counters are kept whole
 _ON_TIME = tuple(POSITIONS.index(name) for name in ("evaluation", "checkpoint", "compile"))
 """Positions whose moments are kept."""
 

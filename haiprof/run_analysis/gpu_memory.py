@@ -124,14 +124,12 @@ class GpuOutOfMemory:
     device_free_bytes: int | None = None
     allocated_bytes: int | None = None  # in tensors
     reserved_bytes: int | None = None  # by the caching allocator: allocated or cached
-    peak_bytes: int | None = None
-    """The highest that was ever allocated, or since the job's own reset."""
+    peak_bytes: int | None = None  # the highest that was ever allocated, or since the job's reset
     free_cached_bytes: int | None = None
     """Reserved and free, of the pool and the stream that the request was for."""
     largest_free_bytes: int | None = None  # the largest piece of it
     private_pool_bytes: int | None = None  # in pools of their own, as CUDA graphs have them
-    others_bytes: int | None = None
-    """In other processes on the same GPU, as far as torch named them."""
+    others_bytes: int | None = None  # in other processes on the GPU, as far as torch names them
     held: Mapping[str, int] = field(default_factory=dict)
     """In parameters, gradients, buffers and optimizer state; the rest is activations and others."""
     phase: str | None = None

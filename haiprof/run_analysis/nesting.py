@@ -67,8 +67,7 @@ class Nested:
     parent: Ints  # row of the span directly around, -1 at the top
     top: Ints  # row of the outermost span around, its own at the top
     self_ns: Ints  # duration without the spans directly inside
-    overlapping_count: int
-    """Spans left out because they cross another's edge: one thread cannot do that."""
+    overlapping_count: int  # spans left out as they cross another's edge: one thread cannot do that
 
 
 def kind_table(*kinds: int) -> Bools:

@@ -34,8 +34,7 @@ HISTORY_SCHEMA = {
     **dict.fromkeys(("source", "entity", "metric", "unit"), pl.String),  # no entity: the node
     **dict.fromkeys(STATISTICS, pl.Float64),
 }
-_UNUSED_NS = 600 * NS_PER_S
-"""A GPU that was held for so long, and did nothing in it, is called unused."""
+_UNUSED_NS = 600 * NS_PER_S  # a GPU that was held so long, and did nothing in it, is called unused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +74,7 @@ class NodeRecord:
     counters: pl.DataFrame  # as `HISTORY_SCHEMA` says
     jobs: Sequence[SeenJob]
     held_gpus: Sequence[HeldGpu]
-    events: Sequence[Mapping[str, Any]]
-    """Clocks that were set, full disks, starts and ends of the agent."""
+    events: Sequence[Mapping[str, Any]]  # clocks that were set, full disks, agents' starts and ends
     cpu_ratio: float | None  # of a core, that the agent itself took since it was last started
     peak_rss_bytes: int | None  # its resident memory at most
     size_bytes: int

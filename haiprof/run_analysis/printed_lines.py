@@ -12,8 +12,7 @@ from haiprof.run_analysis.run_files import RunFiles, entries, integer, read_reco
 
 ERRORS = ("traceback", "nccl", "memory")
 _SHOWN = 300
-_SAME_RATIO = 0.10
-"""Rates that differ by less agree: a job counts its first steps, too. Own choice."""
+_SAME_RATIO = 0.10  # rates that differ by less agree: a job counts its first steps, too. Own choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -278,8 +278,7 @@ class ProcessEnd:
     exited: bool = False  # whether it is known that no exception but SystemExit ended it
     left_at: Frame | None = None  # where its main thread called sys.exit last
     oom: Mapping[str, Any] | None = None  # what the kernel said of a kill for want of memory
-    shm: Mapping[str, Any] | None = None
-    """`used_bytes` and `total_bytes` of /dev/shm after it ended."""
+    shm: Mapping[str, Any] | None = None  # `used_bytes`, `total_bytes` of /dev/shm after it ended
     address_limit_bytes: int | None = None
     """Address space that it was allowed (`ulimit -v`); None where there was no limit."""
     uncaught: tuple[Uncaught, ...] = ()
@@ -287,8 +286,7 @@ class ProcessEnd:
     """Where its main thread's Python was when a signal from native code ended it, outermost first;
     by haiprof, else as faulthandler printed it."""
     crashed_beside: bool = False  # whether another thread than that one crashed
-    printed: tuple[str, ...] = ()
-    """Its last lines on stderr, where that is a file and they are known to be its own."""
+    printed: tuple[str, ...] = ()  # last lines on stderr, where that is a file and they are its own
     printed_stdout: tuple[str, ...] = ()  # the same of stdout, where that is another file
     gpu_memory: GpuOutOfMemory | None = None
     """The last allocation on its GPU that failed, whether it died of that or not."""
@@ -843,8 +841,7 @@ def last_phase(rank: RankFiles) -> str | None:
 
 
 _TAIL = 64
-_BEAT_NS = 1_500_000_000
-"""A process writes what it began last once a second, where that has changed."""
+_BEAT_NS = 1_500_000_000  # a process writes what it began last once a second, if that has changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -244,10 +244,8 @@ class Blocks:
     end_ns: Ints
     step_ns: Ints
     traced: Bools
-    idle_ns: Floats
-    """Of the mean step, for how long at most the device had nothing to do; NaN where not known."""
-    pauses: tuple[int, int, int]
-    """Collector pauses of all of them: how many, their sum and the longest in ns."""
+    idle_ns: Floats  # of the mean step, how long at most the device was idle; NaN where not known
+    pauses: tuple[int, int, int]  # collector pauses of all: how many, their sum, the longest in ns
 
     def take(self, rows: Bools) -> Blocks:
         """The chosen ones."""
@@ -329,8 +327,7 @@ class RankGrid:
     ranks: tuple[int, ...]  # the rows, in order
     start_ns: int  # Unix time at which the first stretch begins
     end_ns: int  # Unix time at which the last one ends
-    phase_ns: Mapping[str, Floats]
-    """[rank, stretch] on the host clock, by phase; together they are the step."""
+    phase_ns: Mapping[str, Floats]  # [rank, stretch] on the host clock, by phase; together the step
     typical_ns: Mapping[str, float | None]
     """Median over all steps of all ranks: of `step` and of each phase; None where never seen."""
 

@@ -110,11 +110,9 @@ class Start:
     uncertain_steps: int  # those after them that may have counted
     went_on: str  # `first`, `checkpoint`, `not known`, or `never trained`
     from_start: int | None  # place of the start whose checkpoint it read
-    from_step: int | None
-    """How many steps of that start the checkpoint held; at least, where that is not exact."""
+    from_step: int | None  # steps of that start that the checkpoint held; at least, where not exact
     file: str | None  # the checkpoint; None where none was seen
-    first_step: int | None
-    """Number of its first step in the whole job, counted from 0; None where that is not known."""
+    first_step: int | None  # number of its first step in the whole job, from 0; None: not known
     has_saved: bool  # whether a checkpoint was seen to be written
 
     @property
@@ -139,8 +137,7 @@ class RunRecord:
 class Goodput:
     """The wall time of a job from its first start to its last end, by account."""
 
-    accounts: Mapping[str, int]
-    """ns by account, those that are not 0; they add up to the wall time exactly."""
+    accounts: Mapping[str, int]  # ns by account, those not 0; they add up to the wall time exactly
     wall_ns: int
     has_ended: bool
     starts: tuple[Start, ...]
@@ -345,8 +342,7 @@ class _Line:
         return sums
 
 
-_STOOD_STILL = ("hang", "mismatch")
-"""Causes of deaths of ranks that waited for each other until something ended them."""
+_STOOD_STILL = ("hang", "mismatch")  # deaths of ranks that waited for each other until the end
 _TICK_NS = 10_000_000  # of /proc/PID/stat's start time: USER_HZ is 100 on Linux
 
 
@@ -416,8 +412,7 @@ class LateStart:
     late: tuple[int, ...]
     waited: tuple[int, ...]
     wait_ns: int  # the longest wait
-    process_late_ns: int | None
-    """How much later the last one's process had begun than those of the ranks that waited."""
+    process_late_ns: int | None  # by how much the last one's process began after those that waited
     at: str | None  # where the last one was in the meantime, by a snapshot
 
 

@@ -212,8 +212,7 @@ class RunFiles:
     manifest: Manifest | None  # run.json; None where it is damaged
     ranks: tuple[RankFiles, ...]
     nodes: tuple[NodeFiles, ...]
-    hook_failures: tuple[str, ...]
-    """Processes in which the hook could not be loaded, with the error."""
+    hook_failures: tuple[str, ...]  # where the hook could not be loaded, with the error
     notes: tuple[str, ...]  # what was damaged, ranks and nodes apart
 
     @property

@@ -63,8 +63,7 @@ from haiprof.trace_format.frame_columns import Type
 
 T = TypeVar("T")
 Key = tuple[int, int]  # rank and attempt
-_KEPT_RECORDS = 300_000
-"""Spans of a run with more than these are read again when they are asked for: 25 MB."""
+_KEPT_RECORDS = 300_000  # spans of a run with more are read again when they are asked for: 25 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,8 +45,7 @@ Source: kubernetes.io/docs: Pod disruption conditions, Pod lifecycle, Node-press
 class SchedulerEnd:
     """What one scheduler says."""
 
-    cause: str | None
-    """As in `deaths.Death`; None where it only tells that the job failed, or how it ended."""
+    cause: str | None  # as in `deaths.Death`; None: it only tells that or how the job ended
     what: str
     failed: bool  # whether the job did not end as one that has done its work
     ended_ns: int | None

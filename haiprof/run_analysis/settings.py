@@ -105,8 +105,7 @@ class RankSettings:
     memory_limit_bytes: int | None
     gc_enabled: bool | None
     gc_thresholds: tuple[int, ...]
-    autocast: str | None
-    """What autocast made of operators when a model was called first; None: it was off there."""
+    autocast: str | None  # what it made of operators when a model was called first; None: off then
     input_dtypes: tuple[str, ...]  # of the floating tensors that models were called with first
     models: tuple[ModelSettings, ...]
     optimizers: tuple[OptimizerSettings, ...]  # those that were alive when settings were read
@@ -243,8 +242,7 @@ class Placement:
     memory_pages: Mapping[int, int]  # sampled pages by NUMA node; empty where not known
     thread_count: int | None
     gpu_node: int | None  # NUMA node of its GPU; None without a GPU, or where firmware does not say
-    adapters: tuple[tuple[str, int], ...]
-    """Network adapters for RDMA with their NUMA node, where it is known."""
+    adapters: tuple[tuple[str, int], ...]  # adapters for RDMA with their NUMA node, where known
 
     @property
     def nodes(self) -> frozenset[int]:

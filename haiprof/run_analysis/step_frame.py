@@ -115,8 +115,7 @@ class RankSegments:
     found: Segmentation
     events: Spans  # garbage collector pauses and checkpoint saves
     wall_offset_ns: int  # Unix time minus the clock of the spans
-    device_ns: Floats | None
-    """[phase, other and idle; step], NaN where unknown; None without device records."""
+    device_ns: Floats | None  # [phase, other and idle; step], NaN: unknown; None: no device records
     busy: BusyTimes | None  # None without device records
     seen: Bools  # per phase of PHASES: whether any training step of the rank has it
     notes: tuple[str, ...]  # what was left out of the spans and device records

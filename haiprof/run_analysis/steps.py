@@ -176,8 +176,7 @@ class TrainTokens:
     """The training part of the token line, one row per token, with the evaluations around it."""
 
     row: Ints  # row in the nested spans
-    eval_after: Ints
-    """Number of the evaluation that begins right after the token, -1 where none does."""
+    eval_after: Ints  # number of the evaluation that begins right after the token, -1: none does
     evaluations: Intervals
     closing: Bools  # optimizer or scaler step; what stands for it where no optimizer is seen
     tag: Codes  # which optimizer, where closing
@@ -415,8 +414,7 @@ class Segmentation:
     step: Ints  # per nested span: its step, -1 outside steps
     steps: StepColumns
     evaluations: Intervals
-    unfinished_micro_step_count: int
-    """Micro-steps after the last step: the job or the recording ended in the middle."""
+    unfinished_micro_step_count: int  # after the last step: job or recording ended in the middle
 
 
 def trained_ns(found: Segmentation) -> Ints:

@@ -21,8 +21,7 @@ from haiprof.run_format.writer import write_json
 Check = Callable[[object], bool]
 Schema = Mapping[str, Check]  # what each field must hold; a field that the message lacks is None
 
-DEPTH_LIMIT = 32
-"""Deeper JSON than this is refused: writing it again could exceed Python's recursion limit."""
+DEPTH_LIMIT = 32  # deeper JSON is refused: writing it again could exceed Python's recursion limit
 TEXT_LIMIT = 4096
 _ARGUMENT_LIMIT = 64
 _RANK_LIMIT = 10_000_000
@@ -111,8 +110,7 @@ REQUEST: Schema = {
 """Asks ranks for something."""
 QUESTION: Schema = {name: REQUEST[name] for name in ("id", "kind", "arguments")}
 """What a rank reads of a request; the agent has checked the rest."""
-HELLO: Schema = {"rank": is_rank, "attempt": is_count}
-"""A rank says to the agent of its node who it is."""
+HELLO: Schema = {"rank": is_rank, "attempt": is_count}  # a rank says to its node's agent who it is
 MEMBER: Schema = {
     "name": is_name, "rank": is_rank, "host": is_none_or(is_text), "pid": is_none_or(is_count),
 }  # fmt: skip

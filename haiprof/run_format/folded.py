@@ -112,8 +112,7 @@ class FoldedFile:
     """A `folded.rec` as it was read."""
 
     sections: Mapping[str, RecordFile]  # by name of SECTIONS
-    facts: Mapping[str, Any]
-    """Where each file goes on, how many steps were folded, sums over all of them."""
+    facts: Mapping[str, Any]  # where each file goes on, how many steps were folded, sums of all
     stack_lines: Sequence[Mapping[str, Any]]
     """What stacks.jsonl would begin with: its header, and all frames and stacks so far."""
 

@@ -14,8 +14,7 @@ SIDECAR_SUFFIX = ".part.json"
 RAW_SUFFIX = ".trace.json"
 ET_RAW_SUFFIX = ".et.json"
 ET_SUFFIX = ".et.json.gz"
-PLAIN_TRACE_SUFFIX = ".pt.trace.json"
-"""As torch.profiler's own handler for TensorBoard ends a file's name."""
+PLAIN_TRACE_SUFFIX = ".pt.trace.json"  # as torch.profiler's own handler for TensorBoard has it
 TRACE_SUFFIX = ".pt.trace.json.gz"  # the same, compressed: what a finished trace is called
 
 
@@ -47,12 +46,9 @@ class RankPaths(_Inside):
     report = _Below("rank.json")  # who reported in: rank, pid, host, versions
     phases = _Below("phases.rec")  # phase spans on the host clock (`schema.PHASES`)
     device = _Below("device.rec")  # phase times on the device clock (`schema.DEVICE`)
-    events = _Below("events.jsonl")
-    """Lines of varying size: roots, optimizers, recording marks, faults of the hook, cost."""
-    heartbeat = _Below("heartbeat.rec")
-    """Progress of each process group's collectives (`schema.HEARTBEAT`)."""
-    folded = _Below("folded.rec")
-    """Sums of its old steps, whose records are not kept (`run_format.folded`)."""
+    events = _Below("events.jsonl")  # roots, optimizers, recording marks, faults of the hook, cost
+    heartbeat = _Below("heartbeat.rec")  # progress of each group's collectives (`schema.HEARTBEAT`)
+    folded = _Below("folded.rec")  # sums of its old steps, without records (`run_format.folded`)
     stacks = _Below("stacks.jsonl")  # samples of the training thread's Python stack (`stack_lines`)
 
     def worker_stacks(self, worker: int) -> Path:
@@ -66,8 +62,7 @@ class RankPaths(_Inside):
     old_worker_stacks = _Below("workers-folded.jsonl")
     """A part of the old samples of all its workers; their files go on where these end."""
 
-    sampling_over = _Below("sampling-over")
-    """Tells the rank's DataLoader workers that the recording is over; empty."""
+    sampling_over = _Below("sampling-over")  # tells the DataLoader workers that it is over; empty
 
     def collectives(self, wall_ns: int) -> Path:
         """The last collectives, with their times, as the Flight Recorder had them then."""
@@ -81,18 +76,15 @@ class RankPaths(_Inside):
 class NodePaths(_Inside):
     """The files that the node agent of one host writes: `nodes/<host>`."""
 
-    agent = _Below("agent.json")
-    """The agent's own report: pid, clocks, what it could not measure and why."""
-    events = _Below("events.jsonl")
-    """Events beside the job: cost, missing counters, processes that did not report."""
+    agent = _Below("agent.json")  # the agent's own report: pid, clocks, what it could not measure
+    events = _Below("events.jsonl")  # cost, missing counters, processes that did not report
     bursts = _Below("bursts")  # what Nsight Systems wrote about a short window (`--burst`)
     burst_report = _Below("bursts/gpu.nsys-rep")  # its report, for its own viewer
     burst_export = _Below("bursts/gpu.sqlite")  # the report as SQLite, which haiprof reads
     burst_log = _Below("bursts/nsys.log")  # what Nsight Systems printed
     burst_scratch = _Below("bursts/tmp")  # its temporary files; gone once it has ended
 
-    seen = _Below("seen.jsonl")
-    """What `haiprof node` saw: jobs and holders of GPUs that came and went, its own cost."""
+    seen = _Below("seen.jsonl")  # what `haiprof node` saw: jobs, holders of GPUs, its own cost
     lock = _Below("agent.lock")  # locked while `haiprof node` records this node; empty
 
     def earlier(self, path: Path) -> Path:
@@ -180,8 +172,7 @@ class RunPaths:
                 found.append((host, int(pid), path))
         return found
 
-    memory = _Below("memory")
-    """What GPU memory held in processes that ran out of it, and the allocator's snapshots."""
+    memory = _Below("memory")  # what GPU memory held where it ran out, and allocator's snapshots
 
     def out_of_memory_file(self, host: str, pid: int) -> Path:
         """Allocations that failed in one process."""
@@ -197,11 +188,9 @@ class RunPaths:
 
     report = _Below("report")  # results: verdict.json, verdict.txt
     verdict_json = _Below("report/verdict.json")  # the verdict for scripts
-    diagnosis_json = _Below("report/diagnosis.json")
-    """What `haiprof verdict` found, in the form of docs/diagnosis.md."""
+    diagnosis_json = _Below("report/diagnosis.json")  # the verdict in the form of docs/diagnosis.md
     verdict_text = _Below("report/verdict.txt")  # the verdict card as it was printed
-    answers = _Below("report/answers")
-    """Answers of commands, kept once the job has ended (`kept_answers`)."""
+    answers = _Below("report/answers")  # of commands, kept once the job has ended (`kept_answers`)
 
     def answer(self, name: str) -> Path:
         """One of them."""
@@ -210,13 +199,10 @@ class RunPaths:
     comparison_json = _Below("report/compare.json")
     """How the run compared with the one that `--baseline last-good` chose."""
     report_html = _Below("report/report.html")  # the report page
-    traces = _Below("traces")
-    """Traces of torch.profiler, one file per rank and window, and execution traces."""
-    trace_parts = _Below("traces/.parts")
-    """Raw traces of the ranks, until they are compressed into `traces`."""
+    traces = _Below("traces")  # of torch.profiler, a file per rank and window, and execution traces
+    trace_parts = _Below("traces/.parts")  # raw traces, until they are compressed into `traces`
     tensorboard = _Below("tensorboard")  # event files for TensorBoard
-    snapshots = _Below("snapshots")
-    """One folder per snapshot: what every rank was doing at that time."""
+    snapshots = _Below("snapshots")  # one folder per snapshot: what every rank was doing then
     control = _Below("control")
     """Requests to the job and its replies, and the sockets of its agents; its owner's alone."""
     control_requests = _Below("control/requests")  # one file per request

@@ -41,10 +41,8 @@ class Manifest:
     job_pid: int | None = None
     """Process id of the job's first process, on the same host; null before it has started."""
     start_wall_ns: int = 0  # Unix time at which the job was started
-    end_wall_ns: int | None = None
-    """Unix time at which it ended; null while it runs, and after a kill of everything."""
-    exit_status: int | None = None
-    """The job's exit status; null while it runs or when a signal ended it."""
+    end_wall_ns: int | None = None  # Unix time; null while it runs, and after a kill of everything
+    exit_status: int | None = None  # the job's; null while it runs or when a signal ended it
     signal: str | None = None  # name of the signal that ended the job
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Who reported in: `rank`, `attempt`, `host`, `pid`; written when the job has ended."""

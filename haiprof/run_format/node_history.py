@@ -31,8 +31,7 @@ TIERS = (
     Tier(name="5min", interval_ns=300 * NS_PER_S, kept_ns=180 * 24 * _HOUR_NS),
 )
 """Finest first; each interval is a multiple of the one before."""
-FILES_PER_TIER = 6
-"""A file holds so great a part of what is kept: one more than that is on the disk at most."""
+FILES_PER_TIER = 6  # a file holds such a part of what is kept: one more is on the disk at most
 STATISTICS = ("mean", "min", "max")
 LIMIT_MB = 1500.0  # of all files of a node: what no retention may exceed
 

@@ -24,8 +24,7 @@ class Instrument:
 
     name: str  # in OpenTelemetry's form
     unit: str  # in UCUM's form: `s`, `By`, `1`, `{packet}`
-    kind: InstrumentKind
-    """`counter` only grows; `updown` adds up over its attributes; `gauge` does not."""
+    kind: InstrumentKind  # `counter` only grows; `updown` adds up over attributes; `gauge` does not
     divisor: int  # from stored values to values in `unit`
     attributes: Mapping[str, str]  # what tells it from other columns of the same name
     description: str  # what all columns of that name are read from

@@ -10,8 +10,7 @@ from typing import IO, Any
 
 KEY = "phase_ranges"
 NAMES = ("forward", "backward")  # as the phases are named everywhere
-LIMIT = 20_000
-"""Ranges of one window: half a megabyte of the sidecar, which is read up to a megabyte."""
+LIMIT = 20_000  # of one window: half a megabyte of the sidecar, which is read up to a megabyte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,7 @@ class RecordFile:
 
     path: Path
     table: str
-    columns: tuple[tuple[str, str, str, str], ...]
-    """(name, type, unit, kind) of each column, as the writer had them."""
+    columns: tuple[tuple[str, str, str, str], ...]  # (name, type, unit, kind) by the writer
     header: dict[str, Any]
     data: bytes  # whole records only
     notes: tuple[str, ...]  # notes on what had to be left out, for people

@@ -25,8 +25,7 @@ _WORD_BYTES = 8
 MAGIC, VERSION, CAPACITY = range(3)
 COUNT = 3  # spans put in so far; the next goes to this one modulo the capacity
 SETTLED = 4  # spans that the file has, or that were left out of it on purpose; they come first
-OPENS_NS = 5
-"""Spans that began before this are not to be kept: warm-up. `NEVER` until that is over."""
+OPENS_NS = 5  # spans that began before this are not kept: warm-up. `NEVER` until that is over
 CLOSES_NS = 6  # the recording ends with the first optimizer or marked step that ends then or later
 STATE = 7
 STEPS = 8  # optimizer steps among the spans put in so far
@@ -44,8 +43,7 @@ NEVER = (1 << 57) - 1  # as large as a time in a record can be
 class Ring:
     """What a ring held when it was read."""
 
-    records: tuple[tuple[int, int], ...]
-    """The two words of each sound record, in the order of their ends."""
+    records: tuple[tuple[int, int], ...]  # the two words of sound records, in order of their ends
     count: int  # spans that were ever put in
     settled: int
     opens_ns: int

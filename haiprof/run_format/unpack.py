@@ -11,8 +11,7 @@ from pathlib import Path
 from haiprof.base.errors import TraceFormatError, UsageError
 from haiprof.base.options import ENV_UNPACK_LIMIT
 
-RATIO_LIMIT = 200
-"""Real traces shrink to a tenth or a thirtieth; a gzip bomb can reach one to 1,032."""
+RATIO_LIMIT = 200  # real traces shrink to a tenth or a thirtieth; a gzip bomb reaches one to 1,032
 RATIO_FROM_BYTES = 256 << 20  # text up to this size is unpacked whatever the ratio
 _READ_BYTES = 1 << 22
 

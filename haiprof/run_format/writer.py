@@ -16,8 +16,7 @@ from haiprof.run_format.reader import read_records
 from haiprof.run_format.schema import FORMAT_NAME, SCHEMA_VERSION, ClockAnchor, Table
 
 _HEADER_ALIGN_BYTES = 64
-_DEPTH = 2
-"""Records and lines are in RUN/ranks/RANK and RUN/nodes/HOST: neither folder may be a link."""
+_DEPTH = 2  # files are in RUN/ranks/RANK and RUN/nodes/HOST: neither folder may be a link
 
 
 class RecordWriter:
