@@ -84,8 +84,7 @@ class Nsys:
 
 def find_nsys(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | Refusal:
     """The command: HAIPROF_NSYS, or on PATH, or the newest in /opt/nvidia."""
-    named = environ.get(ENV_NSYS)
-    if named:
+    if named := environ.get(ENV_NSYS):
         found = shutil.which(named, path=environ.get("PATH", ""))
         return found or Refusal(f"{ENV_NSYS}={named}: no such program", f"correct {ENV_NSYS}")
     found = shutil.which("nsys", path=environ.get("PATH", ""))
@@ -113,8 +112,7 @@ def probe_nsys(
             return Refusal(f"{path} gave no answer within {timeout_s:g} s", f"run {path} --version")
         except OSError as error:
             return Refusal(f"{path}: {error.strerror or error}", f"run {path} --version")
-        count = len(_DEVICE.findall(_NOT_SUPPORTED.split(output)[0]))
-        if count:
+        if count := len(_DEVICE.findall(_NOT_SUPPORTED.split(output)[0])):
             devices = "cuda-visible" if environ.get("CUDA_VISIBLE_DEVICES") else "all"
             return Nsys(path=path, device_option=option, devices=devices, gpu_count=count)
         if "unrecogni" not in output.lower():

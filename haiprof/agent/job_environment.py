@@ -36,8 +36,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 def at_launch(cwd: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """The cheap part of it, known before the job starts."""
     found: dict[str, Any] = {"git": git_head(cwd), "variables": named_variables(environ)}
-    job = environ.get("SLURM_JOB_ID")
-    if job:
+    if job := environ.get("SLURM_JOB_ID"):
         found |= {"slurm_job": job, "slurm_restart": environ.get("SLURM_RESTART_COUNT") or "0"}
         known = {"cluster": "CLUSTER_NAME", "nodes": "JOB_NODELIST", "name": "JOB_NAME"}
         found |= {

@@ -398,8 +398,7 @@ class KinetoAgent:
     def stop(self) -> None:
         """Ends the thread, and removes the socket and its folder."""
         self._ending.set()
-        bound = self._socket
-        if bound is not None:
+        if (bound := self._socket) is not None:
             with contextlib.suppress(OSError):
                 bound.shutdown(socket.SHUT_RDWR)  # wakes the thread
             if self._thread is None:
@@ -439,8 +438,7 @@ class KinetoAgent:
         # folder: such a process gets no answer.
         kind, payload = decode(datagram)
         if kind == OURS:
-            question = read_object(payload)
-            if question is None:
+            if (question := read_object(payload)) is None:
                 return False
             self._send(encode_ours(self.pending.answer(question)), sender)
             return True

@@ -212,8 +212,7 @@ class Relay:
         """Stores messages of other nodes' agents; within a tick only for a limited time."""
         until_s = time.monotonic() + _FROM_BELOW_S
         while time.monotonic() < until_s:
-            data = controller.take()
-            if data is None:
+            if (data := controller.take()) is None:
                 return
             with contextlib.suppress(OSError):  # full disk: the rank seems silent
                 self._note_agent(control.read_object(data) or {})

@@ -132,8 +132,7 @@ class Notifier:
 
     def close(self, asked_to_end: Callable[[], bool], limit_s: float = CLOSE_S) -> None:
         """Waits for what is queued, at most for a time, or until the user ends it."""
-        left = self._outbox.close(asked_to_end, limit_s)
-        if left:
+        if left := self._outbox.close(asked_to_end, limit_s):
             print_message(f"--notify: {left} of {self._count} notifications were not delivered")
 
     def _deliver(self, event: tuple[dict[str, Any], Complete | None]) -> None:

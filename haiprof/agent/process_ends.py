@@ -400,13 +400,11 @@ class ProcessEnds:
             process = WatchedProcess(pid)
         except OSError:
             return
-        label = find_number(environment(pid), RANK_VARIABLES)
-        if label is not None:
+        if (label := find_number(environment(pid), RANK_VARIABLES)) is not None:
             self._labels[pid] = label
         self._output.find(pid)
         self._find_address_limit(pid)
-        cgroup = cgroups.memory_cgroup(pid)
-        if cgroup is not None:
+        if (cgroup := cgroups.memory_cgroup(pid)) is not None:
             self._cgroups[pid] = cgroup
             self._kills.setdefault(cgroup.folder, cgroups.oom_kill_count(cgroup) or 0)
         self._watched[pid] = process

@@ -264,8 +264,7 @@ class Uplink(LoopThread):
 
     def send(self, message: Mapping[str, Any]) -> bool:
         """Sends a reply; False without a connection, or where the controller does not read."""
-        line = self._line
-        if line is not None:
+        if (line := self._line) is not None:
             data = json.dumps(message).encode()
             self.call(lambda: line.send(data))
         return line is not None

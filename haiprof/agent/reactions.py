@@ -94,8 +94,7 @@ class Reactor:
             self._finish(action)
 
     def _react(self, alarm: Alarm) -> None:
-        claim = self._claim(alarm)
-        if claim is None:
+        if (claim := self._claim(alarm)) is None:
             return
         fd, path = claim
         is_looked_into = int(path.stem.rpartition("-")[2]) < self.options.react_times
@@ -157,8 +156,7 @@ class Reactor:
         return None
 
     def _finish(self, action: _Action) -> None:
-        found = try_read_json(action.result)
-        if not found:
+        if not (found := try_read_json(action.result)):
             status = action.process.returncode
             reason = f"haiprof {action.command} ended with status {status}"
             if status in (-signal.SIGINT, 128 + signal.SIGINT):
@@ -223,8 +221,7 @@ class Reactor:
 
 def _of_snapshot(found: Mapping[str, Any]) -> dict[str, Any]:
     """The ranks that held the job up, without those that save a checkpoint or wait for one."""
-    ranks = found.get("ranks")
-    if not ranks:
+    if not (ranks := found.get("ranks")):
         return {"state": "failed", "reason": "the ranks had ended before they were asked"}
     saving = found.get("saving") or []
     suspects = [{key: suspect.get(key) for key in _KEPT} for suspect in found.get("suspects", ())]

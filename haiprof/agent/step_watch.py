@@ -167,8 +167,7 @@ class RankWatch:
         """Reads what is new; whether the rank gave a sign of life."""
         *whole, self._rest = (self._rest + self._lines.read()).split(b"\n")
         for text in whole:
-            line = read_object(text)
-            if line is None:
+            if (line := read_object(text)) is None:
                 continue
             name, time_ns = line.get("type"), line.get("time_ns")
             if name == "trace_begin" and type(time_ns) is int:

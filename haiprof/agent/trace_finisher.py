@@ -190,8 +190,7 @@ def step_back() -> None:
     """Sets the lowest priority for CPU and disk."""
     with suppress(OSError):
         os.nice(19)
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
+    if (number := _IOPRIO_SET.get(platform.machine())) is not None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
 
 

@@ -37,8 +37,7 @@ def is_library(file: str, function: str = "", *, libraries: Sequence[str] = ()) 
 
 def code_name(file: str, function: str) -> str:
     """A library's function as people import it: `PIL.Image.open`, `json.dumps`."""
-    match = _INSTALLED.match(file)
-    if match is None:
+    if (match := _INSTALLED.match(file)) is None:
         return f"{file.rpartition('/')[2].removesuffix('.py')}.{function}"
     parts = match[1].removesuffix(".py").replace("\\", "/").split("/")
     parts = [part for part in parts if part != "__init__"]

@@ -154,8 +154,7 @@ class GuardedServer(socketserver.ThreadingMixIn):
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         """Serves a connection in a thread of its own, or refuses it."""
-        refusal = self._refusal(request, client_address)
-        if refusal is not None:
+        if (refusal := self._refusal(request, client_address)) is not None:
             self._refuse(request, *refusal)
             return
         self._visits[request] = _Visit(str(client_address[0]), time.monotonic() + HEAD_S)
@@ -190,8 +189,7 @@ class GuardedServer(socketserver.ThreadingMixIn):
 
     def expect_head(self, request: socket.socket, *, is_whole: bool) -> None:
         """Notes that a request begins, or has been read."""
-        visit = self._visits.get(request)
-        if visit is not None:
+        if (visit := self._visits.get(request)) is not None:
             visit.head_until_s = None if is_whole else time.monotonic() + HEAD_S
 
     def _refusal(self, request: socket.socket, client: Any) -> tuple[str, str] | None:  # noqa: ANN401

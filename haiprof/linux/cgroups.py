@@ -60,8 +60,7 @@ def find_cgroup(controller: str, members: str, mountinfo: str, root: Path) -> Cg
     if not mounts:
         return Unavailable(f"/proc/self/mountinfo: {name} is not mounted")
     for mount in sorted(mounts, key=lambda mount: len(mount.root)):  # most ancestors first
-        below = _below(path, mount.root)
-        if below is not None:
+        if (below := _below(path, mount.root)) is not None:
             top = root / mount.point.lstrip("/")
             cgroup = Cgroup(version=version, mount=top, path=PurePosixPath(below))
             if os.path.isdir(cgroup.folder):  # a name too long is none
@@ -98,8 +97,7 @@ class Limit:
 
     def column(self) -> Sequence[float]:
         """The limit as the value of a reading."""
-        limit = self.read()
-        if limit is None:
+        if (limit := self.read()) is None:
             raise Unavailable(self._reason)
         return (limit,)
 
@@ -307,8 +305,7 @@ class KernelLog:
                 if error.errno == errno.EPIPE:  # the ring has gone on: what is left follows
                     continue
                 break
-            kill = parse_oom_kill(record)
-            if kill is not None:
+            if (kill := parse_oom_kill(record)) is not None:
                 found.append(kill)
             if not record:
                 break

@@ -115,8 +115,7 @@ MovePages = Callable[[int, Sequence[int]], Sequence[int]]
 
 def move_pages(pid: int, addresses: Sequence[int]) -> Sequence[int]:
     """Asks on which node pages are; moves nothing."""
-    number = _SYSCALLS.get(platform.machine())
-    if number is None:
+    if (number := _SYSCALLS.get(platform.machine())) is None:
         reason = f"move_pages(2): not known on {platform.machine()}"
         raise Unavailable(reason, status="unsupported", lasting=True)
     count = len(addresses)

@@ -54,8 +54,7 @@ class Kernel:
 
     def open(self, attr: bytes, pid: int, cpu: int) -> int:
         """A file descriptor of perf_event_open(2), closed on exec."""
-        number = _SYSCALL.get(platform.machine())
-        if number is None:
+        if (number := _SYSCALL.get(platform.machine())) is None:
             raise OSError(errno.ENOSYS, f"not known on {platform.machine()}")
         buffer = ctypes.create_string_buffer(attr, len(attr))
         flags = ctypes.c_ulong(_CLOSE_ON_EXEC)

@@ -48,8 +48,7 @@ class WatchedProcess:
         asked = (("kernel", self._from_kernel), ("zombie", self._from_zombie),
                  ("kernel", self._from_kernel))  # fmt: skip
         for source, ask in asked:
-            code = ask()
-            if code is not None:
+            if (code := ask()) is not None:
                 # From a wait status, as waitpid(2) has it.
                 number = code & 0x7F
                 status, core = None if number else code >> 8 & 0xFF, bool(number and code & 0x80)
@@ -122,8 +121,7 @@ class ProcessTree:
             return self
         self._parents = {pid: self._parents[pid] for pid in alive - new}
         for pid in new:
-            parent = procfs.read_parent(self._root, pid)
-            if parent is not None:
+            if (parent := procfs.read_parent(self._root, pid)) is not None:
                 self._parents[pid] = parent
         self._children = {}
         for pid, parent in self._parents.items():

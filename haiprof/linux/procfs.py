@@ -229,8 +229,7 @@ def process_state(pid: int, *, proc: Path = Path("/proc")) -> dict[str, str | No
     """The kernel's view of a process on this node: `state`, its letter, and `wchan`."""
     # Source: proc_pid_stat(5): R running, S sleeping, D waiting for a disk or driver, T stopped by
     # a signal, t stopped by a tracer, Z ended and not yet collected.
-    fields = read_stat(proc.parent, pid)
-    if fields is None:
+    if (fields := read_stat(proc.parent, pid)) is None:
         return {"state": None, "wchan": None}
     try:
         wchan = (proc / str(pid) / "wchan").read_text(errors="replace")

@@ -311,8 +311,7 @@ def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
                   and file.suffix not in _NOT_DUMPS and file.is_file()
                   ] if path.is_dir() else [path]  # fmt: skip
         for file in inside:
-            named = _RANK.search(file.name)
-            if not named:
+            if not (named := _RANK.search(file.name)):
                 raise TraceFormatError(
                     f"{file}: its name does not say its rank", hint="name it rank_0, rank_1, ..."
                 )
@@ -349,8 +348,7 @@ def _judge(
         in_group = members.get(str(group)) or part["rank"].to_list()
         if group not in {each.group for each in contradictions}:
             found += _judge_last(part, sorted({*in_group} & {*ranks}), names[str(group)])
-        absent = sorted({*in_group} - {*ranks})
-        if absent:
+        if absent := sorted({*in_group} - {*ranks}):
             notes.append(f"no dump of {ranks_text(absent)} of group {names[str(group)]}")
     if _tells(rows):
         running = rows.filter(pl.col("p2p") & pl.col("state").is_in(_RUNNING))

@@ -77,8 +77,7 @@ class CounterDigest:
 
     def count_series(self, read: SeriesReader) -> SeriesReader:
         """The series of the samples that count: a host without ranks counts while any trains."""
-        windows = self.windows
-        if windows is None:
+        if (windows := self.windows) is None:
             return read
         others = _whole(windows)
         return lambda source, metric: sort_series(
@@ -302,8 +301,7 @@ def _requests(
         return None
     parts = dict.fromkeys(_REQUEST_PARTS)
     for part in _REQUEST_PARTS:
-        times = series.get(f"{kind}_{part}_ns")
-        if times is None:
+        if (times := series.get(f"{kind}_{part}_ns")) is None:
             continue
         # The mean over all requests, of means of those between two samples each.
         here = np.isin(times.time_ns, count.time_ns)

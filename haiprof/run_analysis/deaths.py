@@ -253,8 +253,7 @@ class _Case:
             lambda: self._of_hang(self._hang_before(self._first_ns())),
             lambda: self._own_failure(interrupted=True), self._behind, self._launcher,
         ):  # fmt: skip
-            found = ask()
-            if found is not None:
+            if (found := ask()) is not None:
                 return found
         if self.victims:
             rank = min(self.victims, key=lambda r: self.ends[r].failed_ns or 1 << 62)
@@ -378,8 +377,7 @@ class _Case:
             return found and replace(found, headline=f"{found.headline}; then {then}")
         what += f" ({by})" if by else ""
         self.stopped = {rank: by for rank, by in self.stopped.items() if by == "SIGKILL"}
-        stuck = self._hang_before(at_ns, named=False)
-        if stuck is not None:
+        if (stuck := self._hang_before(at_ns, named=False)) is not None:
             what += f"; before that, all ranks hung at {stuck.all_at}"
         still = "" if stuck is not None or at_ns is None else self._stood_still(at_ns)
         found = self._death(cause, (), what + still, died_ns=at_ns, certain=certain)
@@ -415,8 +413,7 @@ class _Case:
 
     def _node_lost(self) -> Death | None:
         """A node of which nothing came any more, while others went on."""
-        lost = self._lost_hosts()
-        if not lost:
+        if not (lost := self._lost_hosts()):
             return None
         host = min(lost)
         ranks = tuple(sorted(r for r, e in self.ends.items() if e.host in lost))

@@ -145,8 +145,7 @@ def pack_codes(columns: Mapping[str, Ints | Bools]) -> Ints:
 
 def read_folded_steps(paths: RankPaths) -> FoldedSteps:
     """What was folded of a rank; RunFormatError where its blocks do not follow each other."""
-    file = stored.read_folded(paths.folded)
-    if file is None:
+    if (file := stored.read_folded(paths.folded)) is None:
         return NOTHING_FOLDED
     found = _steps_of(file)
     begins = np.append(0, np.cumsum(found.count))

@@ -515,8 +515,7 @@ def fold_counters(node: NodeFiles, table: Table, kept: Retention) -> str:
         return ""
     reached = np.maximum.accumulate(rows["time_ns"])
     until = int(reached[-1]) - kept.counters_ns
-    count = int(np.searchsorted(reached, until - until % MINUTE_NS))
-    if not count:
+    if not (count := int(np.searchsorted(reached, until - until % MINUTE_NS))):
         return ""
     wall_ns = rows["time_ns"][:count] + (raw.clock.wall_ns - raw.clock.mono_ns)
     whole = np.zeros(count, dtype=np.bool_)

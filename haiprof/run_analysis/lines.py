@@ -265,8 +265,7 @@ def function_times(samples: CodeSamples, of: str, part: float = 1.0) -> list[Cod
     """
     tree = samples.tree  # where no sample's time is known, each counts the same
     weight = samples.weight_ns if samples.weight_ns.any() else np.ones(len(samples.stack))
-    total = float(weight.sum())
-    if not total:
+    if not (total := float(weight.sum())):
         return []
     inner, place = innermost_stack(tree), tree.line_places()
     functions, number = functions_of(tree)

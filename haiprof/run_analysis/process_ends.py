@@ -868,8 +868,7 @@ def last_collectives(
     found: dict[int, dict[str, LastCollective]] = {}
     for rank in files.ranks:
         if attempts.get(rank.rank) == rank.attempt:
-            until_ns = ended_ns.get(rank.rank)
-            if until_ns is not None:
+            if (until_ns := ended_ns.get(rank.rank)) is not None:
                 until_ns -= (rank.clock_offset_ns or 0) + _BEAT_NS
             for group, sequence in _heartbeats(rank.paths.heartbeat, until_ns).items():
                 last = LastCollective(sequence=sequence, kind=None)

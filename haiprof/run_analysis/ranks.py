@@ -181,8 +181,7 @@ def _rank_notes(files: RankFiles, segments: RankSegments | None) -> tuple[str, .
     if segments is not None:
         notes += segments.notes
         notes += folded_notes(segments)
-        left = segments.found.unfinished_micro_step_count
-        if left:
+        if left := segments.found.unfinished_micro_step_count:
             count = f"{left} forward and backward pass{'es' if left > 1 else ''}"
             verb = "belongs" if left == 1 else "belong"
             notes.append(f"{count} after the last step {verb} to no step")

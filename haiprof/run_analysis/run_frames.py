@@ -461,8 +461,7 @@ class RunFrames:
 
     def _segments_of(self, keys: Collection[Key]) -> Iterator[RankSegments]:
         """Ranks with their spans, one at a time: the same ones, read again where none are kept."""
-        kept = self._loaded.kept
-        if kept is not None:
+        if (kept := self._loaded.kept) is not None:
             yield from (rank for key, rank in kept.items() if key in keys)
             return
         for files in self.files.ranks:

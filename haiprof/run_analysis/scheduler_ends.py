@@ -154,8 +154,7 @@ def _word(fields: Mapping[str, Any], name: str) -> str:
 
 def _unix_ns(seconds: object) -> int | None:
     """Unix time in seconds, as a number or as Slurm writes it, in nanoseconds."""
-    said = text(seconds)
-    if said is not None:
+    if (said := text(seconds)) is not None:
         seconds = int(said) if said.isascii() and said.isdigit() and len(said) < 13 else None
     found = integer(seconds)
     return found * NS_PER_S if found is not None and 0 < found < 1 << 33 else None

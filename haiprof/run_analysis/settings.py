@@ -271,8 +271,7 @@ def placements(run: RunFiles) -> dict[int, Placement]:
         # As the rank names it; of a run with one node that one, whatever it is called.
         hosts = [node.host for node in run.nodes]
         host = hosts[0] if len(hosts) == 1 else text(rank.report.get("host")) or ""
-        line = lines.get((host, *process_key(rank.report)))
-        if line is not None:
+        if (line := lines.get((host, *process_key(rank.report)))) is not None:
             adapters = objects(line.get("nics"))
             named = ((text(each.get("name")), _node(each.get("node"))) for each in adapters)
             nodes = (_node(value) for value in entries(line.get("cpu_nodes")))

@@ -150,8 +150,7 @@ def _load_whole(files: RankFiles, end: int | None) -> RankSegments:
     clock = records.clock
     found = segment(spans, families=files.families())
     notes += damaged
-    crossing = found.nested.overlapping_count
-    if crossing:
+    if crossing := found.nested.overlapping_count:
         notes += (f"{files.paths.phases}: {crossing} spans that cross others left out",)
     first = folded.fact("first_device_record")
     device, busy, damaged = _read_device(files.paths, found, first=first)

@@ -563,8 +563,7 @@ def _step_times(spans: Spans, training: TrainTokens, found: Boundaries) -> tuple
     """Start and end of each step."""
     # A step ends where the next one's batch begins, or where an evaluation begins after its last
     # token, or with its last optimizer step; one that begins with no batch begins there too.
-    count = len(found.last_closing)
-    if not count:
+    if not (count := len(found.last_closing)):
         return found.last_closing, found.last_closing
     row = training.row
     end = spans.end_ns[row[found.last_closing]]

@@ -191,8 +191,7 @@ def post_request(run: RunPaths, request: Request) -> None:
 
 def parse_request(content: object, origin: object) -> Request:
     """Parses a request from untrusted JSON."""
-    fields = conform(content, REQUEST)
-    if fields is None:
+    if (fields := conform(content, REQUEST)) is None:
         raise RunFormatError(f"{origin}: not a request of haiprof's")
     ranks = fields.pop("ranks")
     return Request(**fields, ranks=None if ranks is None else tuple(ranks))

@@ -41,8 +41,7 @@ def ranks_by_key(
         return {key: rank for key, rank in processes if key}
     users: dict[str, set[int]] = {}
     for rank, report in reports:
-        uuid = plain_uuid(report.get("gpu_uuid"))
-        if uuid:
+        if uuid := plain_uuid(report.get("gpu_uuid")):
             users.setdefault(uuid, set()).add(rank)
     found = ((key, users.get(plain_uuid(own.get("uuid")), set())) for key, own in entities.items())
     return {key: min(ranks) for key, ranks in found if len(ranks) == 1}

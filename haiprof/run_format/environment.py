@@ -75,8 +75,7 @@ def git_head(folder: str) -> dict[str, Any]:
     root, git = _repository(folder)
     if not git:
         return {"reason": "no git repository here"}
-    head = _text(os.path.join(git, "HEAD"))
-    if head is None:
+    if (head := _text(os.path.join(git, "HEAD"))) is None:
         return {"reason": f"{git}: HEAD cannot be read"}
     if not head.startswith("ref:"):
         return {"root": root, "branch": None, "commit": _commit(head)}

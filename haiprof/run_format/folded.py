@@ -179,8 +179,7 @@ def write_synced(path: Path, data: bytes, *, below: Path) -> None:
 
 def read_folded(path: Path) -> FoldedFile | None:
     """What was folded of a rank; None where nothing was."""
-    read = _read_whole(path)
-    if read is None:
+    if (read := _read_whole(path)) is None:
         return None
     text, body = read
     try:
@@ -227,8 +226,7 @@ def write_folded_records(path: Path, head: Mapping[str, Any], data: bytes, *, be
 
 def read_folded_records(path: Path) -> RecordFile | None:
     """The old records, by time; None where nothing was folded."""
-    read = _read_whole(path)
-    if read is None:
+    if (read := _read_whole(path)) is None:
         return None
     text, body = read
     try:
@@ -257,8 +255,7 @@ def free_beginning(path: Path, *, first: int, end: int, below: Path) -> bool:
     """
     if end <= first:
         return True
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is None:
+    if (fallocate := getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)) is None:
         return False
     number = open_to_append(path, below=below)
     try:

@@ -166,8 +166,7 @@ def newest_run(path: Path) -> Path:
     """The run directory itself, or the newest run of a log directory."""
     if os.path.lexists(path / MANIFEST_NAME):
         return path
-    runs = find_runs(path)
-    if not runs:
+    if not (runs := find_runs(path)):
         raise RunNotFoundError(
             f"{path}: neither a run directory nor a log directory with runs",
             hint=where_runs_are(path),

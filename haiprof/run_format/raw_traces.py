@@ -88,8 +88,7 @@ class Part:
 
 def parse_stem(name: str) -> Stem | None:
     """The stem in a file's name, also in a temporary one (`.rank...`); None where there is none."""
-    found = _STEM.match(name.lstrip("."))
-    if found is None:
+    if (found := _STEM.match(name.lstrip("."))) is None:
         return None
     return Stem(
         text=found["stem"], rank=int(found["rank"]), host=found["host"], pid=int(found["pid"]),

@@ -50,8 +50,7 @@ _COUNTER_KIND = re.compile(r"(counter|sticky)([1-9]\d?)?(?:x([1-9]\d{0,3}))?\Z",
 
 def counter_end(kind: str) -> CounterEnd | None:
     """The end of a counter kind; null for other kinds."""
-    match = _COUNTER_KIND.match(kind)
-    if match is None:
+    if (match := _COUNTER_KIND.match(kind)) is None:
         return None
     word, bits, scale = match.groups()
     return CounterEnd(int(bits or 64), word == "sticky", int(scale or 1))

@@ -53,8 +53,7 @@ def read_text(path: Path, *, limit_bytes: int) -> bytes:
 
 def limit_from_environment() -> int:
     """The limit of HAIPROF_UNPACK_LIMIT in bytes; 0 where it is not set."""
-    raw = os.environ.get(ENV_UNPACK_LIMIT, "")
-    if not raw:
+    if not (raw := os.environ.get(ENV_UNPACK_LIMIT, "")):
         return 0
     if not (raw.isascii() and raw.isdecimal() and len(raw) < 10):
         raise UsageError(f"{ENV_UNPACK_LIMIT}={raw}: expected MiB", hint=f"{ENV_UNPACK_LIMIT}=8192")

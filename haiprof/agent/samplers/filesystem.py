@@ -75,10 +75,8 @@ def nfs_counts(content: str) -> dict[str, NfsCounts]:
     for block in re.split(r"^device ", content, flags=re.MULTILINE)[1:]:
         head, _, body = block.partition("\n")
         match = re.search(r" mounted on (\S+) with fstype nfs4? ", f"{head} ")
-        if match is not None:
-            counts = _nfs_block(body)
-            if counts is not None:
-                found[unescape(match[1])] = counts
+        if match is not None and (counts := _nfs_block(body)) is not None:
+            found[unescape(match[1])] = counts
     return found
 
 
@@ -256,8 +254,7 @@ class FilesystemSampler(ChangingSampler):
         def read() -> Sequence[Value]:
             if isinstance(self._nfs, OSError):
                 raise self._nfs
-            counts = self._nfs.get(mount.point)
-            if counts is None:
+            if (counts := self._nfs.get(mount.point)) is None:
                 raise Unavailable(f"{self._mountstats.path} does not list {mount.point}")
             return [counts[1][name] for name in NFS_COLUMNS]
 

@@ -310,8 +310,7 @@ class DcgmSampler(TableSampler):
         field = FIELDS[column]
         if field not in figures:
             return Unavailable(f"{self._shown}: {field} is not exported", remedy=_FIELDS_REMEDY)
-        value = figures[field]
-        if value is None:
+        if (value := figures[field]) is None:
             return Unavailable(f"{self._shown}: {field} has several values for one GPU")
         if column == "last_xid":
             return int(value) if 0 <= value < 1 << 31 else Unavailable(f"{field} is {value:g}")
@@ -351,8 +350,7 @@ def fetch(url: str) -> str:
                 if left_s <= 0 or len(answer) > _PAGE_LIMIT_BYTES:
                     raise TimeoutError
                 connection.settimeout(left_s)
-                block = connection.recv(1 << 16)
-                if not block:
+                if not (block := connection.recv(1 << 16)):
                     break
                 answer += block
     except OSError as error:
@@ -370,8 +368,7 @@ def fetch(url: str) -> str:
 
 
 def _address(url: str) -> tuple[str, int, str]:
-    match = _ADDRESS.match(url)
-    if match is None:
+    if (match := _ADDRESS.match(url)) is None:
         raise Unavailable(
             f"{ENV_DCGM_URL}={mask_text(url)}: not an http address", remedy=f"e.g. {DEFAULT_URL}"
         )

@@ -301,8 +301,7 @@ class SamplingLoop:
         return [kind(self._surroundings) for kind in chosen]
 
     def _report_suspend(self, watch: SuspendWatch) -> None:
-        gap_ns = watch.gap_ns()
-        if gap_ns:
+        if gap_ns := watch.gap_ns():
             self._report({"type": "suspend", "gap_ns": gap_ns})
 
     def _report_cost(self, streams: Sequence[Stream], began_ns: int, began_cpu_ns: int) -> None:

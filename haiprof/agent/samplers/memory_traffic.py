@@ -189,8 +189,7 @@ def _scale(pmu: Pmu, name: str, metric: Metric) -> Fraction | None:
 
 def _bits(name: str, ranges: str, value: int) -> tuple[str, int]:
     """A term's value in the bits of its config word, lowest first."""
-    match = _RANGES.match(ranges)
-    if match is None:
+    if (match := _RANGES.match(ranges)) is None:
         raise ValueError(f"no place for the term {name}")
     bits, rest = 0, value
     for part in match[2].split(","):
@@ -263,8 +262,7 @@ def _open_column(
             except ValueError as error:
                 raise Unavailable(f"{pmu.name}: {error}", status="unsupported") from None
             for number, (event, unit) in itertools.product(pmu.cpus, events):
-                socket = sockets.get(number)
-                if socket is None:
+                if (socket := sockets.get(number)) is None:
                     raise Unavailable(f"{pmu.name}: the socket of CPU {number} is not known")
                 try:
                     counters[socket].open(column, event, unit, pids=(-1,), cpu=number)

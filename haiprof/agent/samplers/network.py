@@ -235,8 +235,7 @@ class _PortSampler(ChangingSampler):
     def _counters(self, port: Port, driver: object) -> Iterable[Reading]:
         lacking = []
         for column, sources in self.sources.items():
-            source = choose_source(port, sources)
-            if source is None:
+            if (source := choose_source(port, sources)) is None:
                 lacking.append(column)
             else:
                 path = port.folder / source.path

@@ -105,8 +105,7 @@ class Nvml:
 
     def call(self, function: str, *arguments: object) -> Any:  # noqa: ANN401  as NVML gives it
         """What a function of the binding returns."""
-        found = getattr(self.module, function, None)
-        if found is None:
+        if (found := getattr(self.module, function, None)) is None:
             raise Unavailable(
                 f"nvidia-ml-py has no {function}", status="unsupported", lasting=True,
                 remedy=_OLD_BINDING_REMEDY,

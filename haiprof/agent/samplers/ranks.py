@@ -43,8 +43,7 @@ class RankSampler(TableSampler):
             raise Unavailable(f"{self.root / 'proc'}: no such folder")
         if self._pid is None:
             return []
-        start_ticks = procfs.read_start_ticks(self.root, self._pid)
-        if start_ticks is None:
+        if (start_ticks := procfs.read_start_ticks(self.root, self._pid)) is None:
             raise Unavailable(f"no process {self._pid}")
         name = f"process {self._pid}"
         return [self._entity(RankProcess(name=name, pid=self._pid, start_ticks=start_ticks))]
@@ -149,11 +148,9 @@ class ProcessSampler(RankSampler):
 
     def _read_family(self, process: RankProcess, family: Family) -> tuple[Value | Unavailable, ...]:
         read = partial(procfs.read_process, self.root)
-        totals = family.update(self._tree.children, read, others=self._rank_pids)
-        if totals is None:
+        if (totals := family.update(self._tree.children, read, others=self._rank_pids)) is None:
             raise EntityGone
-        why = totals.child_io_missing
-        if why is not None:
+        if (why := totals.child_io_missing) is not None:
             for column in _IO_COLUMNS:
                 self.missing.note(column, why, of=f"{process.name}: a child is left out")
         io_bytes: tuple[int | Unavailable | None, ...] = totals.io_bytes or (totals.io_missing,) * 4

@@ -353,8 +353,7 @@ class ChangingSampler(TableSampler):
             self.missing.note(ALL_METRICS, why)
             present = {}
         for identity in self.known.keys() - present.keys():
-            key = self.known.pop(identity)
-            if key is not None:
+            if (key := self.known.pop(identity)) is not None:
                 self.drop(key)
         for entity in self._new_entities(present):
             self.add(entity)
