@@ -40,8 +40,7 @@ class Signer:
     """Signs the messages of one direction of one connection, or checks them, in their order."""
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._count = 0
+        self._key, self._count = key, 0
 
     def sign(self, data: bytes) -> bytes:
         """The signature of the next message."""

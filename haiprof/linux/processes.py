@@ -154,8 +154,7 @@ class Family:
     """Follows one process and its descendants."""
 
     def __init__(self, pid: int, start_ticks: int) -> None:
-        self.pid = pid
-        self.start_ticks = start_ticks
+        self.pid, self.start_ticks = pid, start_ticks
         self._members: dict[int, procfs.ProcessReading] = {}  # parents before children
         self._pending: dict[int, procfs.ProcessReading] = {}  # gone, and no wait for them seen yet
         self._carried: _Counters = _ZERO  # of those that were never waited for

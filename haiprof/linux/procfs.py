@@ -323,8 +323,7 @@ class SuspendWatch:
     """Compares both clocks. Rates stay right across a suspension; Unix times after it do not."""
 
     def __init__(self, clock: Clock, boot_clock: Clock) -> None:
-        self._clock = clock
-        self._boot_clock = boot_clock
+        self._clock, self._boot_clock = clock, boot_clock
         self._at_most_ns = self._bounds()[1]
 
     def gap_ns(self) -> int:

@@ -23,8 +23,7 @@ class Unavailable(Exception):  # noqa: N818  not an error of ours: the machine's
         super().__init__(reason)
         self.reason = reason
         self.status: Status = status
-        self.remedy = remedy
-        self.lasting = lasting
+        self.remedy, self.lasting = remedy, lasting
 
 
 def os_status(error: OSError) -> Status:

@@ -137,8 +137,7 @@ class RunFrames:
         pool: RankPool | None = None,
     ) -> None:  # fmt: skip
         self.path = Path(path)
-        self.between = between
-        self.pool = pool
+        self.between, self.pool = between, pool
         self._phases: pl.DataFrame | None = None
 
     def last(self, seconds: float) -> RunFrames:

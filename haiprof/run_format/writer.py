@@ -29,8 +29,7 @@ class RecordWriter:
         self, path: Path, table: Table, *, clock: ClockAnchor, extra: Mapping[str, object]
     ) -> None:
         self.record_bytes = table.record_bytes
-        self.written_bytes = 0
-        self.dropped_bytes = 0
+        self.written_bytes = self.dropped_bytes = 0
         self.file = OwnFile(path, partial(create_file, below=path.parents[_DEPTH], append=True))
         content = {
             "format": FORMAT_NAME, "version": SCHEMA_VERSION, "table": table.name,

@@ -473,8 +473,7 @@ class XidWatch:
         # The thread has its own handle of the library and closes it itself, so that `stop` never
         # waits for the driver.
         self._nvml = Nvml(nvml.module)
-        self._devices = devices
-        self._clock = clock
+        self._devices, self._clock = devices, clock
         self._stop = threading.Event()
         self._news: queue.SimpleQueue[Mapping[str, object] | Unavailable] = queue.SimpleQueue()
         self._counts: dict[int, int] = {}

@@ -31,11 +31,8 @@ class Pace:
     """The schedule of one sampler."""
 
     def __init__(self, interval_ns: int, limit_ns: int, now_ns: int) -> None:
-        self._interval_ns = interval_ns
-        self._limit_ns = limit_ns
-        self._quick_count = 0
-        self.factor = 1
-        self.missed_count = 0
+        self._interval_ns, self._limit_ns = interval_ns, limit_ns
+        self.factor, self.missed_count, self._quick_count = 1, 0, 0
         self.due_ns = now_ns + interval_ns
 
     @property

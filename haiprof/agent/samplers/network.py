@@ -459,8 +459,7 @@ class _Statistics:
     """The statistics of one interface that fill columns."""
 
     def __init__(self, ethtool: Ethtool, interface: str) -> None:
-        self._ethtool = ethtool
-        self._interface = interface
+        self._ethtool, self._interface = ethtool, interface
         self._learn()
         self.columns = tuple(self._places)
 

@@ -29,8 +29,7 @@ class RankSampler(TableSampler):
     def __init__(self, node: Node) -> None:
         super().__init__(node)
         self._reports = node.reports or RankReports(node.run.ranks, clock=node.clock)
-        self._host = node.host
-        self._pid = node.pid
+        self._host, self._pid = node.host, node.pid
         self._read_folders: set[str] = set()
 
     def readings(self, process: RankProcess) -> tuple[Reading, ...]:

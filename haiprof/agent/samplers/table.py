@@ -42,9 +42,7 @@ class RankReports:
     """Reports of a run's ranks: listed once for all samplers of a node, and each read once."""
 
     def __init__(self, ranks: Path, *, clock: Clock, fresh_ns: int = 0) -> None:
-        self._ranks = ranks
-        self._clock = clock
-        self._fresh_ns = fresh_ns
+        self._ranks, self._clock, self._fresh_ns = ranks, clock, fresh_ns
         self._listed_ns: int | None = None
         self._names: frozenset[str] = frozenset()
         self._contents: dict[str, Mapping[str, Any]] = {}
