@@ -94,7 +94,7 @@ class NodeHistory:
         self, stream: Stream, _path: Path, _anchor: ClockAnchor, extra: Mapping[str, object]
     ) -> SourceHistory:
         """The writer of one source; an `OpenWriter` of the sampling loop."""
-        files = self.files[stream.sampler.name]
+        files = self.files[stream.name]
         for each in files:
             each.stream, each.extra = stream, extra
         return SourceHistory(self, stream, files)

@@ -25,7 +25,8 @@ def main() -> None:
         record(Path(sys.argv[1]), float(sys.argv[2]))
         return
     json.dump(
-        {kind.name: session(kind(Node())) for kind in (GpuSampler, GpuHealthSampler)}, sys.stdout
+        {kind.table.name: session(kind(Node())) for kind in (GpuSampler, GpuHealthSampler)},
+        sys.stdout,
     )
 
 

@@ -164,7 +164,7 @@ class NoNvml(ModuleType):
         raise AttributeError(name)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: sampler.name)
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: sampler.table.name)
 @pytest.mark.parametrize("files", ["none", "empty"])
 def test_what_cannot_be_read_has_a_reason_and_is_never_0(
     sampler: type[TableSampler], files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

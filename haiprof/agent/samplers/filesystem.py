@@ -183,7 +183,6 @@ class _FoundMount(NamedTuple):
 class FilesystemSampler(ChangingSampler):
     """One record per mounted network file system; automounts come and go."""
 
-    name = "filesystem"
     recorder = "filesystem"
     table = FILESYSTEM
     every = 10

@@ -229,7 +229,6 @@ Page = Mapping[str, Mapping[str, float | None]]  # by UUID and field; None where
 class DcgmSampler(TableSampler):
     """One record per GPU and collection of the exporter; HAIPROF_DCGM_URL asks for it."""
 
-    name = "dcgm"
     recorder = "gpu"
     every = 10
     table = DCGM
@@ -448,7 +447,6 @@ HEALTH_CALLS = (
 class GpuHealthSampler(NvmlSampler):
     """One record per GPU that the driver shows."""
 
-    name = "gpu_health"
     every = 10
     table = GPU_HEALTH
 
@@ -588,7 +586,6 @@ class GpuSampler(NvmlSampler):
     An event line is `{"type": "xid", "gpu": index, "xid": code, "time_ns": time}`.
     """
 
-    name = "gpu"
     table = GPU
     _watch: XidWatch | None = None
 
@@ -631,7 +628,7 @@ class GpuSampler(NvmlSampler):
     def states(self) -> list[CounterState]:
         """Every column of every GPU, and its XID errors."""
         time.sleep(MIN_APART_NS / NS_PER_S)  # so that GPM has two samples to compare
-        return super().states() + (self._watch.states(self.name) if self._watch else [])
+        return super().states() + (self._watch.states(self.table.name) if self._watch else [])
 
     def release(self) -> None:
         """Releases the driver; the XID watch does so for itself."""

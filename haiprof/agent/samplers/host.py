@@ -235,7 +235,6 @@ _PAGES = ("numa_hit ", "numa_miss ", "numa_foreign ", "local_node ", "other_node
 class NumaSampler(TableSampler):
     """One record per NUMA node: of pages where they are allocated, not where they are used."""
 
-    name = "numa"
     recorder = "numa"
     every = 10
     table = NUMA
@@ -312,7 +311,6 @@ _NO_PSI = "the kernel has no pressure stall information"
 class HostSampler(TableSampler):
     """One record of the node at each sample."""
 
-    name = "host"
     recorder = "host"
     table = HOST
 
@@ -351,7 +349,6 @@ _LIMITS = {"cpu": CPU_QUOTA, "memory": MEMORY_LIMIT}
 class CgroupSampler(ChangingSampler):
     """One record of the launcher's cgroup, and one of each visible ancestor with a limit."""
 
-    name = "cgroup"
     recorder = "host"
     table = CGROUP
 

@@ -109,6 +109,7 @@ class Stream:
     _writer: Writer | None = None
 
     def __post_init__(self) -> None:
+        self.name = self.sampler.table.name
         self.pace = Pace(self.interval_ns, self.sampler.read_limit_ns, self.clock())
 
     @property
@@ -123,7 +124,7 @@ class Stream:
             self._report_missing(missing)
             if any(each.metric == ALL_METRICS for each in missing):
                 return False
-            path, extra = node.records(self.sampler.name), {**header, **self.sampler.header()}
+            path, extra = node.records(self.name), {**header, **self.sampler.header()}
             self._describe(extra.get("entities"))
             self._writer = self.open_writer(self, path, anchor, extra)
         if self._writer is None:
@@ -164,7 +165,7 @@ class Stream:
             self.sample_count += 1
             self._report_missing(self.sampler.missing.drain())
             for line in self.sampler.drain_lines():
-                self.report({**line, "source": self.sampler.name})
+                self.report({**line, "source": self.name})
                 if line.get("type") == "entity":
                     self._describe([line])
             data = sampled
@@ -186,7 +187,7 @@ class Stream:
 
     def _report_missing(self, missing: list[Missing]) -> None:
         for each in missing:
-            line = {"type": "counter_missing", "source": self.sampler.name}
+            line = {"type": "counter_missing", "source": self.name}
             self.report({**line, **{k: v for k, v in each._asdict().items() if v}})
 
     @contextmanager
@@ -198,7 +199,7 @@ class Stream:
             reason = f"{type(error).__name__}: {error}"
             if reason not in self._reasons:
                 self._reasons.add(reason)
-                line = {"type": "sampler_error", "source": self.sampler.name, "reason": reason}
+                line = {"type": "sampler_error", "source": self.name, "reason": reason}
                 self.report(line)
 
 
@@ -310,10 +311,10 @@ class SamplingLoop:
             "missed_tick_count": sum(stream.pace.missed_count for stream in streams),
             "dropped_bytes": sum(stream.dropped_bytes for stream in streams),
             "sources": {
-                s.sampler.name: {"sample_count": s.sample_count, "cpu_ns": s.cpu_ns}
+                s.name: {"sample_count": s.sample_count, "cpu_ns": s.cpu_ns}
                 for s in streams
             },
-            "slowed": {s.sampler.name: s.pace.factor for s in streams if s.pace.factor > 1},
+            "slowed": {s.name: s.pace.factor for s in streams if s.pace.factor > 1},
         })  # fmt: skip
 
     def _report(self, line: Mapping[str, object]) -> None:

@@ -304,7 +304,6 @@ def worst(reasons: Sequence[Unavailable]) -> Unavailable:
 class MemoryBandwidthSampler(TableSampler):
     """One record per socket: of resctrl, else of memory controllers, which count other things."""
 
-    name = "memory_bandwidth"
     recorder = "numa"
     table = MEMORY_BANDWIDTH
 
@@ -416,7 +415,6 @@ _FILTERED = Unavailable(
 class RemoteMemorySampler(RankSampler):
     """One record per rank process: what its threads and children did since it was first seen."""
 
-    name = "remote_memory"
     recorder = "perf"
     table = REMOTE_MEMORY
 

@@ -250,7 +250,6 @@ class _PortSampler(ChangingSampler):
 class InfinibandSampler(_PortSampler):
     """Bytes, credit stalls, congestion and loss of each port."""
 
-    name = "infiniband"
     table = INFINIBAND
     sources = TRAFFIC
     keep_open = True
@@ -259,7 +258,6 @@ class InfinibandSampler(_PortSampler):
 class InfinibandHealthSampler(_PortSampler):
     """Link state and rate, packets and errors of each port."""
 
-    name = "infiniband_health"
     table = INFINIBAND_HEALTH
     every = 10
     sources = HEALTH
@@ -389,7 +387,6 @@ def find_positions(names: Sequence[str]) -> Places:
 class EthernetSampler(ChangingSampler):
     """One record per Ethernet interface with hardware behind it, if its driver counts any of it."""
 
-    name = "ethernet"
     recorder = "infiniband"
     table = ETHERNET
     every = 10

@@ -114,7 +114,6 @@ class ProcessSampler(RankSampler):
     back whenever one of them ends. As time of one thread, the wait is a share of its time.
     """
 
-    name = "process"
     table = PROCESS
 
     _rank_pids: Collection[int] = ()
@@ -193,7 +192,6 @@ class PlacementSampler(RankSampler):
     with the GPU). What is not known is null. Affinity and CPU are the main thread's.
     """
 
-    name = "placement"
     every = 10
     table = PLACEMENT
 

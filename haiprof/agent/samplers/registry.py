@@ -70,8 +70,8 @@ def _of_kind(kind: type[TableSampler], node: Node) -> list[CounterState]:
     columns = {column.name: column for column in kind.table.metrics}
     whole = [each for each in missing if each.metric == ALL_METRICS]
     if whole and not states:
-        return _none_of(kind.name, columns.values(), whole[0])
-    return [*states, *_unread(kind.name, columns, states=states, missing=missing)]
+        return _none_of(kind.table.name, columns.values(), whole[0])
+    return [*states, *_unread(kind.table.name, columns, states=states, missing=missing)]
 
 
 def _unread(

@@ -173,9 +173,8 @@ class _Bound:
 class TableSampler:
     """Samples a source's entities into a table, on one thread; a subclass finds the entities."""
 
-    name: str  # name of the source and of its record file
     recorder: str  # the recorder in `config.RECORDERS` that switches it
-    table: Table  # what a record holds
+    table: Table  # what a record holds; its name is that of the source and of its record file
     every = 1  # it samples at every Nth interval of its recorder
     read_limit_ns = 50_000_000  # a sample that takes longer makes the loop sample less often
 
@@ -317,7 +316,7 @@ class TableSampler:
         read_ns = time.perf_counter_ns() - began
         for name, answer in zip(reading.columns, answers, strict=True):
             yield CounterState.of(
-                self.name, entity.name, columns[name], answer, origin=reading.origin,
+                self.table.name, entity.name, columns[name], answer, origin=reading.origin,
                 read_ns=read_ns,
             )  # fmt: skip
 

@@ -209,10 +209,10 @@ def test_infiniband_port_that_comes_up_later_is_found_within_a_minute(rdma: Fake
         InfinibandHealthSampler(Node(root=rdma.root)),
     ):
         sampler.open()
-        rdma.put(FakePort(device=f"late_{sampler.name}"))
+        rdma.put(FakePort(device=f"late_{sampler.table.name}"))
         for _ in range(60 // sampler.every):
             ports = by_name(sampler)
-        assert f"late_{sampler.name}/1" in ports
+        assert f"late_{sampler.table.name}/1" in ports
         sampler.close()
 
 

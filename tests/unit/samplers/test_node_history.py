@@ -39,7 +39,6 @@ RESET_AT = 0.95
 class Numa(TableSampler):
     """NUMA nodes whose counters are what a test says."""
 
-    name = "numa"
     recorder = "numa"
     table = NUMA
 

@@ -35,7 +35,6 @@ def _quarter() -> list[float | None]:
 class PortSampler(TableSampler):
     """Two ports, the second without `busy`."""
 
-    name = "port"
     recorder = "host"
     table = TABLE
     closed = 0
@@ -162,7 +161,7 @@ def test_every_column_of_every_sampler_is_listed_on_this_machine(tmp_path: Path)
     states = survey(Node(run=RunPaths(tmp_path / "run"), host="here", pid=os.getpid()))
     listed = {(state.source, state.metric) for state in states}
     assert listed >= {
-        (kind.name, column.name) for kind in SAMPLERS for column in kind.table.metrics
+        (kind.table.name, column.name) for kind in SAMPLERS for column in kind.table.metrics
     }
     for state in states:
         assert (state.value is not None) is (state.status == "available"), state
