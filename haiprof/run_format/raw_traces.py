@@ -40,6 +40,17 @@ class Stem:
         return safe_name(self.host) == safe_name(host)
 
 
+class _File:
+    """A file of a window, in a folder of the run."""
+
+    def __init__(self, folder: str, suffix: str) -> None:
+        self._folder, self._suffix = folder, suffix
+
+    def __get__(self, part: Part, _: object = None) -> Path:
+        folder: Path = getattr(part.run, self._folder)
+        return folder / f"{part.stem.text}{self._suffix}"
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One rank's window: its raw files in `traces/.parts`, and the finished ones."""
@@ -47,30 +58,11 @@ class Part:
     run: layout.RunPaths
     stem: Stem
 
-    @property
-    def sidecar(self) -> Path:
-        """The rank's description of the window; written last."""
-        return self.run.trace_parts / f"{self.stem.text}{layout.SIDECAR_SUFFIX}"
-
-    @property
-    def raw(self) -> Path:
-        """The trace, as Kineto wrote it."""
-        return self.run.trace_parts / f"{self.stem.text}{layout.RAW_SUFFIX}"
-
-    @property
-    def et_raw(self) -> Path:
-        """The execution trace of the same window."""
-        return self.run.trace_parts / f"{self.stem.text}{layout.ET_RAW_SUFFIX}"
-
-    @property
-    def trace(self) -> Path:
-        """The trace, finished."""
-        return self.run.traces / f"{self.stem.text}{layout.TRACE_SUFFIX}"
-
-    @property
-    def et(self) -> Path:
-        """The execution trace, finished."""
-        return self.run.traces / f"{self.stem.text}{layout.ET_SUFFIX}"
+    sidecar = _File("trace_parts", layout.SIDECAR_SUFFIX)  # the rank's description, written last
+    raw = _File("trace_parts", layout.RAW_SUFFIX)  # the trace, as Kineto wrote it
+    et_raw = _File("trace_parts", layout.ET_RAW_SUFFIX)  # the execution trace of the same window
+    trace = _File("traces", layout.TRACE_SUFFIX)  # the trace, finished
+    et = _File("traces", layout.ET_SUFFIX)  # the execution trace, finished
 
     def sidecar_content(self) -> Mapping[str, Any]:
         """The sidecar."""
