@@ -85,7 +85,7 @@ class RuleInputs:
     pauses: pl.DataFrame
     """Collector pauses and checkpoint saves while judged steps ran; columns of `phase_frame`."""
     loading: pl.DataFrame
-    """What starts of epochs cost; columns of `run_analysis.epochs`."""
+    """What starts of epochs cost; columns of `run_analysis.ranks`."""
     settings: Mapping[int, RankSettings]
     """What each rank was run with, where that was recorded."""
     loader_workers: Mapping[int, int]

@@ -91,7 +91,7 @@ def find_loops(
 ) -> tuple[TimeTable, Loops]:
     """Loops over small operators in the model, each with its part of backward as one opportunity.
 
-    `lines` are of a window, by rank (`trace_analysis.operator_lines`). Without them that part is
+    `lines` are of a window, by rank (`python_code.operator_lines`). Without them that part is
     estimated, and a loop whose rounds need one another has no price.
     """
     told = Loops()

@@ -31,7 +31,7 @@ class TracedWindow:
     why: str
     """Why there are no patterns; empty where there are."""
     lines: pl.DataFrame | None = None
-    """Columns of `trace_analysis.operator_lines` by `rank`; None in a window without lines."""
+    """Columns of `python_code.operator_lines` by `rank`; None in a window without lines."""
 
     def of_gpus(self) -> Patterns | str:
         """The patterns, where some rank's GPU was traced; else why there are none."""

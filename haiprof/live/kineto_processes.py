@@ -172,7 +172,7 @@ def all_processes(
 
 def kineto_addresses() -> set[str]:
     """Of the agents that this user's processes on this node ask."""
-    places = {address_for(environment(pid)) for pid in own_pids() if is_mine(pid)}
+    places = {address_for(environment(pid)) for pid in own_pids()}
     return {address for address in places if address is not None}
 
 
