@@ -160,7 +160,7 @@ TAIL_BYTES, FAILED_LINES, CLEAN_LINES = 1 << 14, 60, 5
 MOST_FILES = 256
 _MOST = {"loss": 1, "traceback": 8, "nccl": 8, "memory": 8, "rate": 200}
 """So many words of a kind of one rank in one file are written down: the first ones."""
-_RATE_GAP_S = 10.0
+_RATE_GAP_S = 10.0  # between rates that are written down; the last one always is
 
 
 class OutputFile(NamedTuple):
@@ -182,6 +182,8 @@ class _Source:
         self.streams: dict[int | None, Stream] = {}
         self.counts: dict[tuple[str, int | None], int] = {}
         self.rate_at: dict[str, float] = {}
+        self.last_rates: dict[str, tuple[Word, int | None]] = {}
+        """By unit, where it is not written down yet."""
 
 
 class JobOutput:
@@ -264,21 +266,28 @@ class JobOutput:
             rank = self._rank_of(process) if rank is None and process is not None else rank
             for word in source.streams.setdefault(rank, Stream()).read_line(line):
                 self._note(source, word, rank)
+        for word, rank in list(source.last_rates.values()) if is_last else ():
+            self._note(source, word, rank, is_last=True)
         ranks = sorted({rank for rank in self._ranks(source.file[1:3]) if rank is not None})
         told = {"file": Path(source.file.path).name, "ranks": ranks, "skipped": source.skipped}
         if told != source.told:  # the last one holds: ranks are known once they report in
             source.told = told
             self._write({"type": "output", "output": source.number, **told})
 
-    def _note(self, source: _Source, word: Word, rank: int | None) -> None:
-        """Writes a word down, unless there are enough of its kind."""
+    def _note(
+        self, source: _Source, word: Word, rank: int | None, *, is_last: bool = False
+    ) -> None:
+        """Writes a word down, unless there are enough of its kind; the last rate always."""
         place, now = (word.kind, rank), time.monotonic()
-        if source.counts.get(place, 0) >= _MOST[word.kind]:
+        is_full = source.counts.get(place, 0) >= _MOST[word.kind]
+        if word.unit is not None:
+            source.last_rates[word.unit] = word, rank
+            is_full |= now < source.rate_at.get(word.unit, -_RATE_GAP_S) + _RATE_GAP_S
+        if is_full and not is_last:
             return
         if word.unit is not None:
-            if now < source.rate_at.get(word.unit, 0.0) + _RATE_GAP_S:
-                return
             source.rate_at[word.unit] = now
+            del source.last_rates[word.unit]
         source.counts[place] = source.counts.get(place, 0) + 1
         self._write({"type": "printed", "output": source.number, "rank": rank, **word._asdict(),
                      "text": mask_text(word.text)})  # fmt: skip

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 from haiprof.base.units import shorten, visible
 from haiprof.run_analysis.run_files import RunFiles, entries, integer, read_record, text
 
 ERRORS = ("traceback", "nccl", "memory")
 _SHOWN = 300
+_BAR = re.compile(r"(\d+)/(\d+) \[")
+"""Of a progress bar: until it is full, its rate is that of its last few steps."""
 _SAME_RATIO = 0.10  # rates that differ by less agree: a job counts its first steps, too. Own choice
 
 
@@ -69,22 +72,27 @@ def printed_notes(
     """
     rates = defaultdict(list)
     for line in output.lines:
-        if line.kind == "rate" and line.unit and line.per_second:
+        bar = _BAR.search(line.text)
+        is_under_way = bar is not None and bar[1] != bar[2]
+        if line.kind == "rate" and line.unit and line.per_second and not is_under_way:
             rates[line.who, line.unit].append(line.per_second)
     for (who, unit), values in list(rates.items())[:3]:
         per_s = [each * 1e9 / step_ns for each in sizes.get(unit, ())] if step_ns else []
-        differs = per_s and all(abs(median(values) / each - 1) > _SAME_RATIO for each in per_s)
+        last, usual = values[-1], median_low(values)
+        differs = per_s and all(
+            abs(rate / each - 1) > _SAME_RATIO for each in per_s for rate in (last, usual)
+        )
         if step_ns and unit in sizes and not differs:  # or nobody knows how many a step has
             continue
-        many = f" (median of {len(values)})" if len(values) > 1 else ""
-        note = f"{who} printed {median(values):,.4g} {unit}/s{many}"
+        many = f" (the last of {len(values)})" if len(values) > 1 else ""
+        note = f"{who} printed {last:,.4g} {unit}/s{many}"
         if per_s:
             note += (
                 f"; its steps make {per_s[0]:,.4g} {unit}/s: what it prints counts other time, "
                 f"too, or other {unit}"
             )
         elif step_ns:
-            each = f"which is {median(values) * step_ns / 1e9:,.4g} {unit} per step"
+            each = f"which is {last * step_ns / 1e9:,.4g} {unit} per step"
             note += f"; measured: {1e9 / step_ns:,.4g} steps/s, {each}"
         yield note
     errors = [line for line in output.lines if line.kind in ERRORS]

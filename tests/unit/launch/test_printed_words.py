@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from haiprof.agent.process_ends import Stream, find_words, take_mark
+from haiprof.agent import process_ends
+from haiprof.agent.process_ends import JobOutput, OutputFile, Stream, find_words, take_mark
 from haiprof.run_analysis.printed_lines import Output, PrintedLine, printed_notes
+from haiprof.run_format.reader import read_lines
 
 
 @pytest.mark.parametrize(
@@ -102,25 +106,53 @@ def test_mark_of_a_line_says_whose_it_is(
     assert take_mark(line) == (rest, rank, process)
 
 
+BAR = "77%|#7  | {}/2000 [00:09<00:03, {}it/s]"
+
+
+def test_last_rate_of_a_file_is_always_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However soon after the one before: it is what the job says of itself at its end."""
+    printed, events = tmp_path / "out.txt", tmp_path / "events.jsonl"
+    printed.write_text(f"{BAR.format(3, 29.4)}\r{BAR.format(1535, 132.9)}\n158.9 steps/s")
+    file = OutputFile(str(printed), printed.stat().st_dev, printed.stat().st_ino, 0)
+    monkeypatch.setattr(process_ends, "_open_file", lambda *_: file)
+    output = JobOutput(events, lambda _: 0)
+    output.find(100)
+    output.start()
+    output.close(9.0)
+    rates = [line["per_second"] for line in read_lines(events)[0] if line["type"] == "printed"]
+    assert rates == [29.4, 158.9]
+
+
 @pytest.mark.parametrize(
-    ("rate", "unit", "batch", "said"),
+    ("printed", "unit", "batch", "said"),
     [
-        (212.4, "samples", 16.0, ""),  # of 214.4, as measured
-        (424.0, "samples", 16.0, ""),  # of two ranks
-        (150.0, "samples", 16.0, "150 samples/s; its steps make 214.4 samples/s"),
-        (150.0, "samples", None, ""),
-        (13.0, "steps", None, ""),
-        (5.0, "steps", None, "5 steps/s; its steps make 13.4 steps/s"),
-        (1340.0, "tokens", 16.0, "13.4 steps/s, which is 100 tokens per step"),
+        ({212.4: ""}, "samples", 16.0, ""),  # of 214.4, as measured
+        ({424.0: ""}, "samples", 16.0, ""),  # of two ranks
+        ({150.0: ""}, "samples", 16.0, "150 samples/s; its steps make 214.4 samples/s"),
+        ({150.0: ""}, "samples", None, ""),
+        ({13.0: ""}, "steps", None, ""),
+        ({5.0: ""}, "steps", None, "5 steps/s; its steps make 13.4 steps/s"),
+        ({1340.0: ""}, "tokens", 16.0, "13.4 steps/s, which is 100 tokens per step"),
+        # At first it counts what comes before the steps; a pause may be before the last one.
+        ({2.0: "", 13.0: ""}, "steps", None, ""),
+        ({13.1: "", 13.0: "", 2.0: ""}, "steps", None, ""),
+        ({6.0: "", 5.0: ""}, "steps", None, "5 steps/s (the last of 2)"),
+        ({2.9: BAR.format(3, 2.9), 9.9: BAR.format(1535, 9.9)}, "steps", None, ""),
+        ({9.9: BAR.format(2000, 9.9)}, "steps", None, "printed 9.9 steps/s"),
     ],
 )
 def test_a_printed_rate_is_noted_where_it_differs_from_the_measured_one(
-    rate: float, unit: str, batch: float | None, said: str
+    printed: dict[float, str], unit: str, batch: float | None, said: str
 ) -> None:
-    line = PrintedLine(
-        kind="rate", rank=0, wall_ns=0, text="", step=None, per_second=rate, unit=unit
+    lines = tuple(
+        PrintedLine(
+            kind="rate", rank=0, wall_ns=0, text=text, step=None, per_second=rate, unit=unit
+        )
+        for rate, text in printed.items()
     )
     sizes = {"steps": (1.0,), "samples": (batch, 2 * batch) if batch else ()}
-    output = Output(lines=(line,), file_count=1, skipped_bytes=0)
+    output = Output(lines=lines, file_count=1, skipped_bytes=0)
     notes = list(printed_notes(output, 1e9 / 13.4, sizes, died=False))
     assert (said in notes[0]) if said else not notes
