@@ -310,6 +310,23 @@ def _is_own(question: Question, stacks: Bools) -> bool:
     return bool((_own_stacks(question) & stacks[innermost_stack(question.samples.tree)]).any())
 
 
+def _is_in_exchange(question: Question) -> bool:
+    """Whether the account's line is in a hook that calls a collective in backward."""
+    tree = question.samples.tree
+    hooks = opportunities.in_hooks(tree)
+    entered = hooks & ~hooks[tree.parent]
+    functions = [
+        {
+            tree.frames[tree.place[at]][::2]
+            for stack in np.flatnonzero(stacks & hooks).tolist()
+            for at in tree.outwards(stack)
+            if entered[at]
+        }
+        for stacks in (_own_stacks(question), tree.within(ledger.COLLECTIVES_FILE))
+    ]
+    return question.account.position == "backward" and bool(functions[0] & functions[1])
+
+
 def _loop_kind(question: Question) -> int:
     """Of a loop around the account's line that is no training loop; 0 where there is none."""
     samples, tree = question.samples, question.samples.tree
@@ -799,6 +816,11 @@ def _code(question: Question) -> Finding:
         (_is_in_trainer(account), _OF_TRAINER),
         (_is_in_accelerate(account), _OF_ACCELERATE),
         *((is_outside and code.search(text) is not None, do) for code, do in _OF_CODE),
+        (_is_in_exchange(question),
+         "this hook exchanges gradients, which each step needs: where the link is fast enough, the "
+         "all-reduce of DistributedDataParallel without it takes less; else choose what to send at "
+         "less cost (a threshold from a sample of the gradient in place of topk or sort), or use "
+         "fp16_compress_hook or powerSGD_hook of torch.distributed.algorithms.ddp_comm_hooks"),
         (_is_own(question, opportunities.in_hooks(question.samples.tree)),
          "it is a hook: remove it (the handle that registering it gave: remove()), or let it "
          "return at once in all but every Nth step"),

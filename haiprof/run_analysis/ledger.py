@@ -97,7 +97,7 @@ _DEVICE_READ = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize)\(")
 """Calls that wait until the device has done what is queued, where there is one (PyTorch, CUDA
 semantics, asynchronous execution)."""
 MODULE_FILE = "/torch/nn/modules/module.py"
-_COLLECTIVES = "/torch/distributed/distributed_c10d.py"
+COLLECTIVES_FILE = "/torch/distributed/distributed_c10d.py"
 _BUFFERS = "DistributedDataParallel._sync_buffers"
 _EXCHANGES = (_BUFFERS, "ZeroRedundancyOptimizer._sync_params")
 """Functions of torch that exchange tensors outside of distributed_c10d.py, or wait there."""
@@ -573,7 +573,7 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
-    exchange = [f.file.endswith(_COLLECTIVES) or f.function in _EXCHANGES for f in tree.frames]
+    exchange = [f.file.endswith(COLLECTIVES_FILE) or f.function in _EXCHANGES for f in tree.frames]
     exchanges = tree.holds(np.array([*exchange, False]))[samples.stack]
     found = np.where(exchanges, LINK_WAIT, found)
     return np.where(samples.stack == 0, UNKNOWN, found)
@@ -606,7 +606,7 @@ def in_collective_calls(tree: CodeTree) -> Bools:
 
 def point_to_point(tree: CodeTree) -> Bools:
     """Per frame, and none: whether it sends to one other rank, or receives from it."""
-    names = [frame.file.endswith(_COLLECTIVES) and frame.function for frame in tree.frames]
+    names = [frame.file.endswith(COLLECTIVES_FILE) and frame.function for frame in tree.frames]
     return np.array([*(name in _POINT_TO_POINT for name in names), False])
 
 

@@ -280,6 +280,14 @@ def busy(*args: Any, **more: Any) -> Callable[[Path], object]:
     return lambda root: write_cores(root, *args, **more)
 
 
+def choose_gradients(step: int) -> Stack:
+    """What a communication hook of DistributedDataParallel does at every second step."""
+    hook = (SCRIPT, MAIN, ENGINE)
+    sends = (*hook, job(18, "TopK.reduce"), (BARRIER[0], 3231, "all_reduce"))
+    own = (*hook, job(15, "TopK.reduce"))
+    return USUAL["backward"] if step % 2 else sends if step % 20 == 0 else own
+
+
 STORIES = {
     # input
     "workers started anew": Story(
@@ -331,6 +339,14 @@ STORIES = {
             {"backward": every(2, (SCRIPT, MAIN, ENGINE, job(4, "hook")), "backward")}, "h",
         ),
         slug="backward_bound", cause="python", lost=0.41, place="train.py:4 hook",
+        does="it is a hook: remove it",
+    ),
+    "a communication hook that chooses what to send": Story(
+        write=sampled(
+            lambda *_: (0.2, 10.0, 60.0, 2.0), {"backward": choose_gradients}, ranks=2
+        ),
+        slug="backward_bound", lost=0.37, place="train.py:15 TopK.reduce",
+        does="this hook exchanges gradients, which each step needs: where the link is fast enough",
     ),
     "Python in the optimizer": Story(
         write=sampled(
