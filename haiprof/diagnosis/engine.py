@@ -100,9 +100,9 @@ def judge(
     facts, abstained, checked = judge_facts(inputs)
     found = run_ledger(inputs, facts)
     ledger = None if found is None else found.ledger
-    part = None if found is None else slow_part(inputs, found)
-    if part is not None:
-        facts.append(_grade(part, few=inputs.steps.height < thresholds.CRITICAL_MIN_STEPS))
+    few = inputs.steps.height < thresholds.CRITICAL_MIN_STEPS
+    more = () if found is None else (slow_part(inputs, found), _kept_graph(inputs, found))
+    facts += (_grade(each, few=few) for each in more if each is not None)
     findings = _name_nodes(inputs, _findings(inputs, found, facts), ledger)
     creep = next((each for each in findings if each.rule == "memory_creep"), None)
     memory = analyzer.memory_at_end() if death else ()
@@ -121,7 +121,6 @@ def judge(
     step_ns = None if ledger is None else ledger.mean_ns
     own_work = _own_work(inputs, found)
     headline = _headline(inputs, findings, found, own_work)
-    texts = [*(text for _, text in own_work), _kept_graph_text(inputs, found)]
     verdict = Verdict(
         run=run, name=manifest.name if manifest else analyzer.run.root.name,
         headline=death.headline if death else headline, death=death,
@@ -153,7 +152,7 @@ def judge(
             *run_notes.attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *uneven_notes(ledger),
-            *(f"the model's own work: {text}" for text in texts if text not in headline),
+            *(f"the model's own work: {text}" for _, text in own_work if text not in headline),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, _step_sizes(inputs), died=death is not None),
         ),
@@ -357,8 +356,6 @@ def _headline(
         return findings[0].title
     if found is None:
         return nothing_text(None)
-    if kept := _kept_graph_text(inputs, found):
-        return kept
     few = inputs.is_short or inputs.steps.height < thresholds.CRITICAL_MIN_STEPS
     if not few and findings and _sure_ratio(findings[0]) >= CRITICAL_RATIO:
         return findings[0].title  # no setting of the job's removes it
@@ -455,19 +452,35 @@ def _own_backward(found: RunLedger) -> Iterator[tuple[float, str]]:
         yield ratio, f"{text} ({largest.code_place}{inside})"
 
 
-def _kept_graph_text(inputs: RuleInputs, found: RunLedger | None) -> str:
+def _kept_graph(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     """A backward that is too long for its forward and keeps graphs: it may go through old ones."""
-    spent = found.ledger.positions if found else {}
-    forward = spent.get("forward", 0.0) + spent.get("loss", 0.0)
-    backward = spent.get("backward", 0.0)
+    ledger, samples = found.ledger, found.samples
+    forward = ledger.positions.get("forward", 0.0) + ledger.positions.get("loss", 0.0)
+    # Of backward, what waits for ranks, and what has a price of its own, is no graph's.
+    backward = ledger.positions.get("backward", 0.0) - sum(
+        each.ns_per_step for each in ledger.accounts
+        if each.position == "backward" and (not each.needed or each.activity in _BETWEEN_RANKS)
+    )  # fmt: skip
     kept = any(settings.looks.kept_graph_count for settings in inputs.settings.values())
-    if not kept or not forward or backward < thresholds.BACKWARD_RATIO * forward:
-        return ""
-    return (
-        f"backward takes {number_text(backward / forward)} times as long as forward and keeps its "
-        "graph (retain_graph=True): a tensor that a step takes over from the one before without "
-        "detach() makes it go through the graphs of both"
-    )
+    if not kept or not forward:
+        return None
+    # Several losses may each go backward through the graph of one forward.
+    phases = inputs.analyzer.phases()["phase"]
+    own = forward * max((phases == "backward").sum() / max((phases == "forward").sum(), 1), 1.0)
+    most, usual, least = (backward - ratio * own for ratio in thresholds.BACKWARD_RATIOS)
+    if least < 0:
+        return None
+    in_backward = samples.take(samples.phase == TRAINING_PHASES.index("backward"))
+    return Finding(
+        title=f"backward takes {number_text(backward / forward)} times as long as forward and "
+        "keeps its graph (retain_graph=True): a tensor that a step takes over from the one before "
+        "without detach() makes it go through the graphs of both",
+        remedy="detach() what a step takes over (a hidden state, a running average, a target), and "
+        "leave retain_graph=True out: where backward then raises, an older graph is still used",
+        rule="kept_graph", lost_ratio=usual / ledger.mean_ns,
+        gain=gain_of(ledger.mean_ns, usual, least, most),
+        code_lines=explanations.code_lines(in_backward, "backward", 1.0),
+    )  # fmt: skip
 
 
 def _own_work(inputs: RuleInputs, found: RunLedger | None) -> list[tuple[float, str]]:

@@ -41,9 +41,9 @@ TF32_CAPABILITY = (8, 0)
 OPERATOR_CALL_NS = 5_000
 """What calling an operator of a CPU takes while it is recorded: 2.7 to 5.9 us for a product of 64
 numbers with autograd (torch 2.13). What is longer computes, and stays."""
-BACKWARD_RATIO = 3.0
-"""Of backward to forward, what a model needs at most: 1 to 3 (Hobbhahn and Sevilla, "What's the
-backward-forward FLOP ratio for neural networks?", 2021)."""
+BACKWARD_RATIOS = 1.0, 2.0, 3.0
+"""Of backward to forward, what a model needs at least, usually, and at most (Hobbhahn and Sevilla,
+"What's the backward-forward FLOP ratio for neural networks?", 2021)."""
 MANY_OPERATORS = 32
 """Operators that one line calls in a step, from which on it is a loop that may be one operator. Own
 choice; the gain says whether it matters."""

@@ -1041,10 +1041,19 @@ def test_backward_that_may_go_through_old_graphs_is_told(
 ) -> None:
     write_sampled(root, lambda *_: (0.2, 5.0, backward_ms, 2.0), steps=120)
     told(root, seen={"kept_graph_count": kept})
-    headline = judged(root).headline
-    assert headline.startswith("backward takes 11.6 times as long as forward") == said
-    assert ("retain_graph=True" in headline and "detach()" in headline) == said
-    assert headline.startswith("nothing stands out") != said
+    verdict = judged(root)
+    assert verdict.headline.startswith("backward takes 11.6 times as long as forward") == said
+    assert verdict.headline.startswith("nothing stands out") != said
+    found = [each for each in verdict.findings if each.rule == "kept_graph"]
+    assert len(found) == said
+    for each in found:
+        assert (each.title, each.severity) == (verdict.headline, "critical")
+        assert each.remedy.startswith("detach() what a step takes over")
+        assert each.code_lines[0].location == "train.py:43 main"
+        assert each.gain is not None
+        assert [each.gain.low_ns, each.gain.left_ns, each.gain.high_ns] == pytest.approx(
+            [13.3e6, 18.5e6, 23.7e6], rel=0.02
+        )
 
 
 SLEEPING = (*job(14, "refresh", "cache.py"), "time.sleep(0.018)")
