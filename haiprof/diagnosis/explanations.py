@@ -259,9 +259,10 @@ def _input(question: Question) -> Finding:
             rule=rule,
             cause="sampler",
             title=f"the sampler chooses batches on the training thread, {amount}{code}",
-            remedy="a sampler runs there whatever num_workers is: draw the indices of an epoch at "
-            "once (numpy, torch.randperm), keep what does not change from batch to batch, sets and "
-            "arrays in place of lists that are searched",
+            remedy="a sampler runs there whatever num_workers is: draw the indices of an epoch, or "
+            "of many batches, at once (numpy, torch.randperm; by weights torch.multinomial, or "
+            "np.searchsorted in their cumsum, made once), keep what does not change from batch to "
+            "batch, sets and arrays in place of lists that are searched",
         )
     if min(inputs.loader_workers.values(), default=0) > 0:
         return Finding(

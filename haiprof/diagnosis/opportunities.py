@@ -55,9 +55,8 @@ _NOT_COMPILED = "DisableContext."
 """Around a function that is never compiled: whatever that is, it is not the model's for that."""
 _RESTART = re.compile(rf"{re.escape(ledger.WORKER_LOADER)}(?:__init__|_shutdown_workers|_reset)\Z")
 """What starts and ends a DataLoader's workers."""
-_IN_LOADER = re.compile(re.escape(ledger.WORKER_LOADER))
 _HANDED_OVER = "/torch/multiprocessing/reductions.py"
-"""What takes batches from a DataLoader's workers, and their tensors over from another process."""
+"""What takes tensors over from another process."""
 RECOMPUTED, RECEIVED, RESTARTED = "recomputation", "receiving", "worker_start"
 POLLED = "polling"
 _POLL_OPERATIONS = 3
@@ -207,6 +206,14 @@ def in_hooks(tree: CodeTree) -> Bools:
     return found
 
 
+def _receiving_frames(tree: CodeTree) -> Bools:
+    """Per frame, and none: whether it takes batches from workers, or their tensors over."""
+    return np.array([*(
+        frame.function.startswith(ledger.WORKER_LOADER) or frame.file.endswith(_HANDED_OVER)
+        for frame in tree.frames
+    ), False])  # fmt: skip
+
+
 def _is_of_few(table: ledger.TimeTable, rows: Bools) -> bool:
     """Whether ranks do without what others do: what one evaluates is no part of the model."""
     each = np.unique(table.rank, return_inverse=True)[1]
@@ -270,7 +277,7 @@ def find_opportunities(
     if len(rows := take(_is_recomputed(table))):
         at = _find_checkpointing(table)
         found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
-    takes_over = table.tree.within(_HANDED_OVER)[table.stack] | _holds(table, _IN_LOADER)
+    takes_over = table.tree.calls_libraries(_receiving_frames(table.tree))[table.stack]
     found += take_at(takes_over & is_input, RECEIVED, math.inf)  # workers or not: needed
     found += take_at((table.activity == ledger.SLEEP) & _is_polling(table), POLLED)
     nowhere = table.stack == 0

@@ -569,7 +569,8 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     found = np.where((waits >= 0) & np.isin(found, (*ON_CORE, OTHER_WAIT, LOCK_WAIT)), waits, found)
     names = [frame.function for frame in tree.frames]
     workers = np.array([*(WORKER_LOADER in n and WORKER_START not in n for n in names), False])
-    in_loader = tree.holds(workers)[samples.stack]
+    # What the job's sampler does below it is the job's.
+    in_loader = tree.calls_libraries(workers)[samples.stack]
     takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)

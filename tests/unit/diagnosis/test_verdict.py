@@ -80,6 +80,9 @@ START = (
     f"{SITE}/torch/utils/data/dataloader.py", 1200, "_MultiProcessingDataLoaderIter.__init__"
 )  # fmt: skip
 LAUNCH = (f"{PYTHON}/multiprocessing/popen_fork.py", 66, "Popen._launch")
+PUT_INDEX = (f"{SITE}/torch/utils/data/dataloader.py", 1539,
+             "_MultiProcessingDataLoaderIter._try_put_index")  # fmt: skip
+DRAW = (*job(22, "Balanced.__iter__", "data.py"), "self.rng.choice(N, k, p=p)")
 NEXT_INDEX = (f"{SITE}/torch/utils/data/dataloader.py", 700, "_BaseDataLoaderIter._next_index")
 FETCH = (f"{SITE}/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
 OPEN = (f"{SITE}/PIL/Image.py", 3000, "open")
@@ -311,6 +314,15 @@ STORIES = {
         ),
         slug="dataloader_bound", cause="sampler", lost=0.63, place="data.py:22 Balanced.__iter__",
         says="the sampler chooses batches on the training thread",
+    ),
+    "batches of workers that a sampler chooses by weights": Story(
+        write=sampled(
+            lambda *_: (30.0, *BALANCED[1:]),
+            {"dataloader": (SCRIPT, MAIN, PUT_INDEX, NEXT_INDEX, DRAW)},
+        ),
+        slug="dataloader_bound", cause="sampler", lost=0.63, place="data.py:22 Balanced.__iter__",
+        says="the sampler chooses batches on the training thread",
+        does="by weights torch.multinomial, or np.searchsorted in their cumsum",
     ),
     "waiting for workers": Story(
         write=sampled(lambda *_: (30.0, *BALANCED[1:])), slug="dataloader_bound", lost=0.63,
