@@ -707,6 +707,12 @@ _OF_LOOP = (
     (RECURRENCE, _ONE_BY_ONE),
 )  # fmt: skip
 _COMPRESS = "compress in another process, or with a lower level"
+_OF_QUEUE = (
+    "what passes there is pickled, written to a pipe, read and unpickled: pass tensors through "
+    "torch.multiprocessing.Queue, which shares their memory, few and large ones, in small types "
+    "(uint8 in place of float64); where training waits for the producer, use several (py-spy dump "
+    "--pid shows what one does)"
+)
 _OF_CALL = (
     ("torch.optim.swa_utils", "update the average every N steps, or all tensors at once: "
      "AveragedModel(..., multi_avg_fn=get_ema_multi_avg_fn(decay))"),
@@ -715,6 +721,8 @@ _OF_CALL = (
     ("copy.deepcopy", "copy less: only what changes, and less often; averages of parameters are "
      "updated in place (torch.optim.swa_utils.AveragedModel, or lerp_)"),
     ("torch.serialization", "save less often, or from another thread"),
+    ("multiprocessing.queues", _OF_QUEUE),
+    ("multiprocessing.connection", _OF_QUEUE),
     ("gzip.", _COMPRESS),
     ("json.load", "read it ahead of training, in DataLoader workers, or from a file that needs no "
      "parsing"),

@@ -805,6 +805,25 @@ def test_tensors_that_torch_exchanges_by_itself_are_said(
     assert remedy in found.remedy
 
 
+@pytest.mark.parametrize("lock", ["h", "0"])
+@pytest.mark.parametrize(
+    "inside",
+    [
+        (f"{PYTHON}/multiprocessing/queues.py", 103, "Queue.get"),
+        (f"{PYTHON}/multiprocessing/connection.py", 250, "_ConnectionBase.recv"),
+    ],
+)
+def test_what_comes_from_another_process_is_not_to_be_moved_to_one(
+    root: Path, inside: tuple[str, int, str], lock: str
+) -> None:
+    """It is pickled there and unpickled here, or that process is slow."""
+    write_sampled(root, lambda *_: BALANCED, {"other": (SCRIPT, MAIN, inside)}, lock, after_ms=9.0)
+    found = judged(root).findings[0]
+    assert f"in multiprocessing.{inside[0].rpartition('/')[2][:-3]}" in found.title
+    assert "torch.multiprocessing.Queue, which shares their memory" in found.remedy
+    assert "where training waits for the producer" in found.remedy
+
+
 def test_workers_are_not_blamed_for_cores_that_others_fill(root: Path) -> None:
     write_cores(root, [Cores(main=1.5, workers=0.19, wait=0.35)], others=0.3)
     assert judged(root).findings[0].title.startswith("too few cores: rank 0 may use 2")
