@@ -188,6 +188,11 @@ def in_models(tree: CodeTree) -> Bools:
     return tree.holds(frames) & ~in_hooks(tree)
 
 
+def calls_collectives(tree: CodeTree) -> Bools:
+    """Per stack: `ledger.in_collective_calls`, but for a hook's exchange of gradients."""
+    return ledger.in_collective_calls(tree) & ~in_hooks(tree)
+
+
 def in_hooks(tree: CodeTree) -> Bools:
     """Per stack: whether it is in a hook of the job's: no part of the model, which runs without."""
     # A module calls its hooks as it calls `forward`, from other lines. Hooks of gradients are
@@ -226,7 +231,7 @@ def lacks_line(table: ledger.TimeTable) -> Bools:
     # A collective that the job itself calls has a line; so has waiting for a core amid code that a
     # change removes, and for the batches of an evaluation.
     has_line = ~np.isin(table.position, (FORWARD, BACKWARD))
-    has_line |= ledger.in_collective_calls(table.tree)[table.stack]
+    has_line |= calls_collectives(table.tree)[table.stack]
     has_line &= table.activity == ledger.LINK_WAIT
     has_work = table.work != ledger.NO_CORE
     has_line |= (table.activity == ledger.NO_CORE) & ~_is_models_own(table) & has_work

@@ -265,7 +265,7 @@ def _keep_needed_link(
     most_ns = bytes_ns + thresholds.LINK_LATENCY_NS
     usual_ns = bytes_ns + thresholds.LINK_USUAL_NS
     has_phases = np.isin(table.position, ledger.MODEL_POSITIONS).any()
-    called = ledger.in_collective_calls(table.tree)[table.stack]
+    called = opportunities.calls_collectives(table.tree)[table.stack]
     kept = []
     for each in found:
         whole = time.mean_of(table, each.rows)

@@ -599,7 +599,7 @@ def in_collective_calls(tree: CodeTree) -> Bools:
 
     Not what exchanges gradients and parameters: C++ calls it, or a sharded model's own code.
     """
-    names = [f.file.endswith(_COLLECTIVES) or f.function == _BUFFERS for f in tree.frames]
+    names = [f.file.endswith(COLLECTIVES_FILE) or f.function == _BUFFERS for f in tree.frames]
     return tree.holds(np.array([*names, False])) & ~tree.holds(
         np.array([*(_SHARDED.search(frame.file) is not None for frame in tree.frames), False])
     )
