@@ -630,8 +630,13 @@ def _evaluation(question: Question) -> Finding:
     if question.is_alone:
         who = f"{ranks_text(account.ranks)} evaluates alone while the others wait: "
         remedy = "let all ranks evaluate a part each, less often or on fewer batches"
-    title = f"{who}evaluation takes {question.amount}, {account.paid}"
-    return Finding(rule="evaluation_heavy", title=title, remedy=remedy)
+    what, cause = "evaluation takes", None
+    if "update_bn" in f"{account.expression} {' '.join(account.callees)}":
+        what, cause = "computing the averages of BatchNorm again (update_bn) takes", "update_bn"
+        remedy = "only the averaged model that is used needs them: call update_bn once, at the end"
+        remedy += " (or before each evaluation of that model), and on as many batches as they need"
+    title = f"{who}{what} {question.amount}, {account.paid}"
+    return Finding(rule="evaluation_heavy", cause=cause, title=title, remedy=remedy)
 
 
 def _checkpoint(question: Question) -> Finding:

@@ -131,7 +131,7 @@ def write_spans(root: Path, extra: Any, kind: int = schema.GC) -> None:
     write_line(root, plain_steps(extra=extra, kind=kind))
 
 
-def write_evaluating(root: Path, ranks: Sequence[int], world: int = 2) -> None:
+def write_evaluating(root: Path, ranks: Sequence[int], world: int = 2, stack: Stack = ()) -> None:
     """240 steps; some ranks evaluate for 300 ms every 20 of them, others wait in backward then."""
     run = write_run(root)
     for rank in range(world):
@@ -145,6 +145,8 @@ def write_evaluating(root: Path, ranks: Sequence[int], world: int = 2) -> None:
                 rows.append((schema.EVAL, 0, now, now + 300 * NS_PER_MS))
                 now += 301 * NS_PER_MS
         write_rank(run, spans_from(rows), rank=rank, world_size=world)
+    if stack:
+        write_samples(root, lambda phase, _: stack if phase == "eval" else (SCRIPT, MAIN))
 
 
 def write_compiling(root: Path) -> None:
@@ -434,6 +436,12 @@ STORIES = {
     "evaluation": Story(
         write=lambda root: write_evaluating(root, (0, 1)), slug="evaluation_heavy", lost=0.46,
         says="paid every 20th step, 300 ms",
+    ),
+    "averages of BatchNorm": Story(
+        write=lambda root: write_evaluating(root, (0,), 1, (SCRIPT, (*MAIN, "update_bn(a, b)"))),
+        slug="evaluation_heavy", cause="update_bn", lost=0.46, place="train.py:40 main",
+        says="computing the averages of BatchNorm again (update_bn) takes",
+        does="call update_bn once, at the end",
     ),
     "evaluation of rank 0": Story(
         write=lambda root: write_evaluating(root, (0,)), slug="evaluation_heavy", lost=0.46, rank=0,
