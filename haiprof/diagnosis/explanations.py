@@ -199,7 +199,7 @@ def _small_operators(question: Question) -> Finding:
 def _waits_for_loader(question: Question) -> Finding:
     inputs, loading = question.inputs, question.of_phase(code_samples.WORKER)
     made = loading if len(loading.rank) else question.of_phase(code_samples.DATALOADER)
-    why = loader_cause(inputs, made, question.account.when)
+    why = loader_cause(inputs, made, question.account)
     lines = code_lines(loading, "the workers' loading", 1.0)
     if why is not None and why.rule == "epoch_restart":
         beside = question.of_phase(code_samples.WORKER_WAITING)
@@ -277,7 +277,7 @@ def _input(question: Question) -> Finding:
             "fewer and larger tensors",
         )
     makes = question.of_phase(code_samples.DATALOADER)
-    why = loader_cause(inputs, makes, account.when)
+    why = loader_cause(inputs, makes, account)
     told = why if why is not None and why.rule in _TOLD_OF_INPUT else None
     waits = account.activity.startswith("wait")
     is_its = why is not None and (why.rule == "cores_full" or (why.rule == "storage") == waits)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from haiprof.base.intervals import Floats
-from haiprof.base.ledger import PROBLEM_RATIO
+from haiprof.base.ledger import EACH_STEP, PROBLEM_RATIO, Account
 from haiprof.base.medians import lower_median
 from haiprof.base.units import duration_text
 from haiprof.diagnosis.machine_causes import nfs_wait, used_by_others
@@ -120,10 +120,12 @@ class _Loading:
         )
 
 
-def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples, when: str) -> Finding | None:
+def loader_cause(
+    inputs: RuleInputs, loading_samples: CodeSamples, account: Account
+) -> Finding | None:
     """Why training waits for input, as the numbers of a run show; None where nothing tells it.
 
-    `loading_samples` are those of whoever makes the batches, `when` says which steps wait.
+    `loading_samples` are those of whoever makes the batches, the account is what is asked about.
     """
     # The rank that waits as long as the typical one: the lower middle.
     waits = {rank: number(own["dataloader_host_ns"].mean()) or 0.0
@@ -144,10 +146,12 @@ def loader_cause(inputs: RuleInputs, loading_samples: CodeSamples, when: str) ->
         worker_cores=inputs.worker_cores(rank), free_cores=free, strangers_cores=strangers,
         less=less_per_sample(loading_samples),
     )  # fmt: skip
+    # A small part of the waiting that each step pays is not what takes long in some of them.
+    of_some_steps = account.when != EACH_STEP or account.ns_per_step >= waits[rank] / 2
     found = (
-        _epochs(inputs, loading, loading_samples)
-        or _part_of_run(when)
-        or _rare_samples(inputs, loading)
+        (of_some_steps and _epochs(inputs, loading, loading_samples))
+        or _part_of_run(account.when)
+        or (of_some_steps and _rare_samples(inputs, loading))
         or _storage(inputs, loading, loading_samples)
         or _workers(loading, on_gpu=inputs.uses_gpu)
     )

@@ -24,6 +24,7 @@ from tests.unit.analysis.sampled import Stack, write_stacks
 from tests.unit.analysis.test_lines import FETCH
 from tests.unit.diagnosis.stories import (
     BALANCED,
+    KINDS,
     START_NS,
     counters,
     find,
@@ -225,6 +226,34 @@ def test_restarted_workers_are_told_by_the_starts_of_epochs(
     assert (f" is at {at[0]}" in finding.title) is not is_loading
     assert "persistent_workers=True" in finding.remedy
     assert ("num_workers=0" in finding.remedy) == without
+
+
+def test_what_each_step_pays_is_not_told_to_be_where_epochs_begin(root: Path) -> None:
+    """The sampler shuffles a large data set at each start of a short epoch."""
+    rows, stacks, now = [], [], START_NS
+    library, main = "/x/site-packages/torch/utils/data/", ("/home/me/train.py", 38, "main")
+    loads = (main, (f"{library}dataloader.py", 785, "_SingleProcessDataLoaderIter._next_data"))
+    takes = (*loads, FETCH, ("/home/me/train.py", 17, "Pairs.__getitems__"))
+    shuffles = (*loads, (f"{library}sampler.py", 183, "RandomSampler.__iter__"))
+    for step in range(240):
+        is_first = step % 40 == 39
+        if is_first:
+            rows.append((schema.DATA_ITER, 0, now, now + NS_PER_MS))
+            now += 2 * NS_PER_MS
+        for kind, ms in zip(KINDS, (200 if is_first else 3, 5, 10, 2), strict=True):
+            of_kind = shuffles if is_first else takes
+            stack = of_kind if kind == schema.DATA else (main,)
+            rows.append((kind, 0, now, now + ms * NS_PER_MS))
+            stacks += [(now + NS_PER_MS // 2 + at * NS_PER_MS, stack) for at in range(ms)]
+            now += ms * NS_PER_MS + 100_000
+    write_line(root, rows, [{"type": "dataloader", "workers": 0, "persistent": False}])
+    write_stacks(RunPaths(root).rank(0).stacks, stacks)
+    first, second = [f for f in judged(root).findings if f.rule == "dataloader_bound"]
+    assert (first.cause, first.code_lines[0].location) == ("epoch_restart", "train.py:38 main")
+    assert "most of it where an epoch begins" in first.title
+    assert second.code_lines[0].location == "train.py:17 Pairs.__getitems__"
+    assert second.title.endswith(": Pairs.__getitems__ (train.py:17), Python")
+    assert "workers" in second.remedy
 
 
 @pytest.mark.parametrize("workers", [0, 2])
