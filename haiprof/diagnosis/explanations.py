@@ -664,7 +664,7 @@ def _explain_by(
     def explain(question: Question) -> Finding:
         account, at = question.account, question.account.code_place
         fields = {"amount": question.amount, "paid": account.paid, "code": _code_text(account),
-                  "called": f"what {at} calls " if at else ""}  # fmt: skip
+                  "called": f"what {at} calls " if at else "", "bound": question.bound}  # fmt: skip
         text = title.format(**fields)
         return Finding(rule=rule, title=text, remedy=remedy, cause=cause, setting=setting)
 
@@ -927,10 +927,13 @@ _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     opportunities.WORKER_CORES: _waits_for_loader,
     opportunities.RECEIVED: _explain_by(
         SLUGS["input"],
-        "the training thread receives the batches that the DataLoader's workers made, {amount}",
-        "each batch costs this, a large one more: larger batches, one stacked tensor where a batch "
-        "holds many; of large ones, uint8 or float16 in place of float32; what fewer workers gain "
-        "is measured by haiprof try-loader",
+        "{bound}the training thread receives the batches that the DataLoader's workers made, "
+        "{amount}",
+        "each tensor of a batch is handed over by itself: one stacked tensor where a batch holds "
+        "many (collate_fn, which the workers run), or "
+        "torch.multiprocessing.set_sharing_strategy('file_system'), which passes no file "
+        "descriptors; of large ones, uint8 or float16 in place of float32; larger batches; what "
+        "fewer workers gain is measured by haiprof try-loader",
         cause="receiving",
     ),
     opportunities.RESTARTED: _explain_by(

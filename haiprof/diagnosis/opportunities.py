@@ -17,6 +17,8 @@ import numpy as np
 
 from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import POSITIONS
+from haiprof.diagnosis import thresholds
+from haiprof.diagnosis.job_time import JobTime
 from haiprof.run_analysis import ledger, step_positions
 from haiprof.run_analysis.code_samples import CodeTree, Frame
 from haiprof.run_analysis.lines import (
@@ -55,8 +57,6 @@ _NOT_COMPILED = "DisableContext."
 """Around a function that is never compiled: whatever that is, it is not the model's for that."""
 _RESTART = re.compile(rf"{re.escape(ledger.WORKER_LOADER)}(?:__init__|_shutdown_workers|_reset)\Z")
 """What starts and ends a DataLoader's workers."""
-_HANDED_OVER = "/torch/multiprocessing/reductions.py"
-"""What takes tensors over from another process."""
 RECOMPUTED, RECEIVED, RESTARTED = "recomputation", "receiving", "worker_start"
 POLLED = "polling"
 _POLL_OPERATIONS = 3
@@ -214,7 +214,7 @@ def in_hooks(tree: CodeTree) -> Bools:
 def _receiving_frames(tree: CodeTree) -> Bools:
     """Per frame, and none: whether it takes batches from workers, or their tensors over."""
     return np.array([*(
-        frame.function.startswith(ledger.WORKER_LOADER) or frame.file.endswith(_HANDED_OVER)
+        frame.function.startswith(ledger.WORKER_LOADER) or frame.file.endswith(ledger.HANDED_OVER)
         for frame in tree.frames
     ), False])  # fmt: skip
 
@@ -302,6 +302,30 @@ def join_restarts(table: ledger.TimeTable, found: Sequence[Opportunity]) -> list
             kept.append(each)
     joined = [opportunity(table, np.concatenate(rows), None)] if rows else []
     return kept + [replace(each, activity=ledger.LOADER_WAIT) for each in joined]
+
+
+def join_received(
+    table: ledger.TimeTable, found: Sequence[Opportunity], *, time: JobTime, waits: bool
+) -> list[Opportunity]:
+    """Receiving batches with what of it is sure to go, where they have fewer tensors.
+
+    `waits`: the wait for batches is for workers that hand them over, and goes with it.
+    """
+    kept, rows = list[Opportunity](), list[Ints]()
+    for each in found:
+        is_wait = waits and each.activity == ledger.LOADER_WAIT and each.at is None
+        if is_wait or each.key == RECEIVED:
+            rows.append(each.rows)
+        else:
+            kept.append(each)
+    if not rows:
+        return kept
+    own = np.concatenate(rows)
+    handed = table.tree.within(ledger.HANDED_OVER)[table.stack[own]]
+    other = own[~handed & (table.activity[own] != ledger.LOADER_WAIT)]
+    at = main_place(table.tree, table.stack[own], table.ns[own])
+    unsure_ns = time.mean_of(table, other) + thresholds.RECEIVING_NS
+    return [*kept, replace(opportunity(table, own, at), key=RECEIVED, unsure_ns=unsure_ns)]
 
 
 def join_worker_cores(

@@ -147,7 +147,10 @@ def run_ledger(
         if each.activity == ledger.COLLECTION:
             at = _asked_collections(inputs) or _collecting_place(samples, parts)
             found[place] = replace(each, at=at)
-    found = opportunities.join_restarts(table, found) if restarts_workers(inputs) else found
+    restarts = restarts_workers(inputs)
+    found = opportunities.join_restarts(table, found) if restarts else found
+    waits = not restarts and ledger.workers_hand_over(samples, time.slowest)
+    found = opportunities.join_received(table, found, time=time, waits=waits)
     share = _workers_share(inputs, time.slowest)
     table, found = opportunities.join_worker_cores(table, found, share)
     found += loops.found

@@ -16,6 +16,7 @@ import numpy as np
 from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import POSITIONS, TORCH_CALL
 from haiprof.run_analysis.code_samples import (
+    OTHER_THREADS,
     TRAINING_PHASES,
     WORKER,
     WORKER_WAITING,
@@ -108,6 +109,10 @@ _POINT_TO_POINT = {
 WORKER_LOADER = "_MultiProcessingDataLoaderIter."
 """Begins the names of what takes batches from workers."""
 WORKER_START = f"{WORKER_LOADER}__init__"
+HANDED_OVER = "/torch/multiprocessing/reductions.py"
+"""What hands tensors to another process, and takes them over there."""
+_HANDS_OVER = ("/multiprocessing/queues.py", "/multiprocessing/resource_sharer.py")
+"""What threads of a worker run that hand batches over."""
 _STEP_WRAPPER = "profile_hook_step.<locals>.wrapper"
 DISPATCH_RATIO = 1 / 3
 """Of an operator that takes a microsecond, what Python needs to call it: it holds the interpreter
@@ -474,6 +479,14 @@ def workers_without_core(samples: CodeSamples, rank: int) -> float:
     return min(queue / whole, _MOST) if whole else 0.0
 
 
+def workers_hand_over(samples: CodeSamples, rank: int) -> bool:
+    """Whether a rank's workers use more CPU to hand batches over than they take to make them."""
+    own = (samples.rank == rank) & (samples.worker >= 0)
+    hands = (samples.phase == OTHER_THREADS) & samples.tree.within(_HANDS_OVER)[samples.stack]
+    handing, making = (samples.weight_ns[own & at].sum() for at in (hands, samples.phase == WORKER))
+    return bool(handing > making)
+
+
 def _share_of(rows: _Rows, inside: Bools, ns: float) -> Floats:
     """Per row: the share of those inside that is so much time of all of them."""
     whole = max(float(rows["ns"][inside].sum()), 1.0)
@@ -569,8 +582,9 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     found = np.where((waits >= 0) & np.isin(found, (*ON_CORE, OTHER_WAIT, LOCK_WAIT)), waits, found)
     names = [frame.function for frame in tree.frames]
     workers = np.array([*(WORKER_LOADER in n and WORKER_START not in n for n in names), False])
-    # What the job's sampler does below it is the job's.
-    in_loader = tree.calls_libraries(workers)[samples.stack]
+    # What the job's sampler does below it is the job's; tensors that are handed over were made.
+    in_loader = tree.calls_libraries(workers) & ~tree.within(HANDED_OVER)
+    in_loader = in_loader[samples.stack]
     takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)

@@ -386,16 +386,21 @@ def test_cores_that_loader_workers_take_go_with_the_wait_for_their_batches(
 
 
 def test_receiving_starting_and_other_work_of_one_line_are_opportunities_of_their_own() -> None:
-    """What workers made must be received, whatever they do; starting them is a sure gain."""
+    """What workers made must be received, whatever they do, though they answer for each tensor.
+
+    Starting them is a sure gain.
+    """
     copies = (f"{PYTHON}/copy.py", 10, "deepcopy")
     starts = (LOADER[0], 1100, "_MultiProcessingDataLoaderIter.__init__")
     opens = (f"{SITE}/torch/multiprocessing/reductions.py", 540, "rebuild_storage_fd")
+    answers = (f"{PYTHON}/multiprocessing/connection.py", 768, "answer_challenge")
     ends = (LOADER[0], 1600, "_MultiProcessingDataLoaderIter._shutdown_workers")
     call = (*job(40, "main"), "for x, y in loader")
     table = mark_needed(table_of(
         *TRAINING,
         Part(position="input", stack=(SCRIPT, call, LOADER, opens), ms=6,
              wait=WAIT_LETTERS[WAITS.index("none")]),
+        ("input", (SCRIPT, call, LOADER, opens, answers), 2),
         ("input", (SCRIPT, call, starts), 5, "h"),
         ("input", (SCRIPT, call, LOADER, ends), 4, "h"),
         ("input", (SCRIPT, call, copies), 7, "h"),
@@ -405,7 +410,7 @@ def test_receiving_starting_and_other_work_of_one_line_are_opportunities_of_thei
         (each.key, each.unsure_ns): round(table.ns[each.rows].sum() / NS_PER_MS / STEPS)
         for each in find_opportunities(table)
     }
-    assert ms == {("receiving", math.inf): 6, ("worker_start", 0.0): 9, (None, 0.0): 7}
+    assert ms == {("receiving", math.inf): 8, ("worker_start", 0.0): 9, (None, 0.0): 7}
 
 
 def test_what_rounding_makes_larger_than_all_takes_no_more_than_there_is() -> None:

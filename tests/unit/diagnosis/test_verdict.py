@@ -83,6 +83,11 @@ LAUNCH = (f"{PYTHON}/multiprocessing/popen_fork.py", 66, "Popen._launch")
 PUT_INDEX = (f"{SITE}/torch/utils/data/dataloader.py", 1539,
              "_MultiProcessingDataLoaderIter._try_put_index")  # fmt: skip
 DRAW = (*job(22, "Balanced.__iter__", "data.py"), "self.rng.choice(N, k, p=p)")
+GET_DATA = (*PUT_INDEX[:2], "_MultiProcessingDataLoaderIter._get_data")
+REBUILD = (f"{SITE}/torch/multiprocessing/reductions.py", 538, "rebuild_storage_fd")
+ANSWER = (f"{PYTHON}/multiprocessing/connection.py", 768, "answer_challenge")
+POLL = (f"{PYTHON}/selectors.py", 415, "_PollLikeSelector.select")
+FEED = (f"{PYTHON}/multiprocessing/queues.py", 244, "Queue._feed")
 NEXT_INDEX = (f"{SITE}/torch/utils/data/dataloader.py", 700, "_BaseDataLoaderIter._next_index")
 FETCH = (f"{SITE}/torch/utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
 OPEN = (f"{SITE}/PIL/Image.py", 3000, "open")
@@ -1145,6 +1150,28 @@ def test_workers_lines_are_named_not_the_wait_for_them(root: Path, name: str) ->
     write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9)
     line = judged(root).findings[0].code_lines[0]
     assert (line.function, line.of, line.share) == ("load_image", "the workers' loading", 1.0)
+
+
+@pytest.mark.parametrize(("waiting", "input_ms", "worker", "title", "sure"), [
+    ((REBUILD, ANSWER), 60.0, (FETCH, LOAD), "the training thread receives the batches", True),
+    ((REBUILD, ANSWER), 60.0, (), "the training thread receives the batches", True),
+    ((REBUILD, ANSWER), 8.0, (), "the training thread receives the batches", False),
+    ((POLL,), 60.0, (), "the training thread receives the batches", True),
+    ((POLL,), 60.0, (FETCH, LOAD), "training waits for batches", True),
+])  # fmt: skip
+def test_batches_of_many_tensors_are_received_not_waited_for(
+    root: Path, waiting: Stack, input_ms: float, worker: Stack, title: str, sure: bool
+) -> None:
+    """The worker's threads hand over each tensor; a few must be received in any case."""
+    stacks: Stacks = {"dataloader": (SCRIPT, MAIN, GET_DATA, *waiting)}
+    write_sampled(root, lambda *_: (input_ms, *BALANCED[1:]), stacks, steps=120)
+    samples = [(START_NS + 20_000_000 * (i + 10), worker or (MAIN,)) for i in range(60)]
+    write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9,
+                 waits=[not worker] * 60, other=(FEED,))  # fmt: skip
+    (found,) = (each for each in judged(root).findings if each.rule == "dataloader_bound")
+    assert title in found.title
+    assert (found.severity != "info") == sure
+    assert ("collate_fn" in found.remedy) == ("receives" in title)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
