@@ -466,7 +466,8 @@ def _kept_graph(inputs: RuleInputs, found: RunLedger) -> Finding | None:
         return None
     # Several losses may each go backward through the graph of one forward.
     phases = inputs.analyzer.phases()["phase"]
-    own = forward * max((phases == "backward").sum() / max((phases == "forward").sum(), 1), 1.0)
+    backwards, forwards = (int((phases == name).sum()) for name in ("backward", "forward"))
+    own = forward * max(backwards / max(forwards, 1), 1.0)
     most, usual, least = (backward - ratio * own for ratio in thresholds.BACKWARD_RATIOS)
     if least < 0:
         return None
