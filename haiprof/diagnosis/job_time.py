@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,7 @@ class JobTime:
     """Whether anything is known of it; all of a step's time is a bound, too."""
     like: Mapping[int, int] = field(default_factory=dict)
     """By rank: another one whose samples tell of it, where it has none of its own."""
+    _known: list[Any] = field(default_factory=list, repr=False, compare=False)  # of `_totals`
 
     @property
     def peer_ns(self) -> Singles:
@@ -231,16 +232,8 @@ class JobTime:
 
     def _share(self, table: TimeTable, rows: Ints) -> Floats:
         """[rank, kind or collections, position]: what rows have of each cell's time."""
-        kind = np.where(table.activity == ledger.COLLECTION, _COLLECTED, table.kind)
-        cell = kind * _COUNT + table.cell
-        ranks = np.flatnonzero(np.bincount(table.rank))  # few, of very many rows
-        place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int64)
-        place[ranks] = np.arange(len(ranks))
-        cell += place[table.rank] * _CELLS
-        total, part = (
-            np.bincount(cell[own], table.ns[own], len(ranks) * _CELLS).reshape(len(ranks), -1)
-            for own in (slice(None), rows)
-        )
+        ranks, cell, total = self._totals(table)
+        part = np.bincount(cell[rows], table.ns[rows], total.size).reshape(total.shape)
         others = ranks != self.slowest if len(ranks) > 1 else ranks == ranks
         # What the slowest does alone says nothing of the others.
         pooled = _ratio(part[others].sum(axis=0), total[others].sum(axis=0))
@@ -248,6 +241,20 @@ class JobTime:
         of_rank = dict(zip(ranks.tolist(), found, strict=True))
         like = [rank if rank in of_rank else self.like.get(rank, rank) for rank in self.ranks]
         return np.array([of_rank.get(rank, pooled) for rank in like])
+
+    def _totals(self, table: TimeTable) -> tuple[Ints, Ints, Floats]:
+        """The ranks of a table, each row's cell, [rank, cell]: their time. Of one table once."""
+        if not self._known or self._known[0] is not table:
+            kind = np.where(table.activity == ledger.COLLECTION, _COLLECTED, table.kind)
+            cell = kind * _COUNT + table.cell
+            ranks = np.flatnonzero(np.bincount(table.rank))  # few, of very many rows
+            place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int64)
+            place[ranks] = np.arange(len(ranks))
+            cell += place[table.rank] * _CELLS
+            total = np.bincount(cell, table.ns, len(ranks) * _CELLS).reshape(len(ranks), -1)
+            self._known[:] = table, (ranks, cell, total)
+        found: tuple[Ints, Ints, Floats] = self._known[1]
+        return found
 
     def interval(self, table: TimeTable, rows: Ints, series: Floats) -> tuple[float, float]:
         """Where a mean lies with 95 % certainty, in ns.
@@ -337,8 +344,11 @@ class JobTime:
 
     def _same_cells(self, table: TimeTable, rows: Ints) -> Bools:
         """Samples of the cells that some rows lie in."""
-        found = np.isin(table.cell, np.unique(table.cell[rows])) & (table.count > 0)
-        found &= np.isin(table.rank, np.unique(table.rank[rows]))
+        found = table.count > 0
+        for values in (table.cell, table.rank):  # small numbers
+            wanted = np.zeros(int(values.max(initial=0)) + 1, dtype=np.bool_)
+            wanted[values[rows]] = True
+            found &= wanted[values]
         return found
 
 

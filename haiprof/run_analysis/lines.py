@@ -315,7 +315,9 @@ def common_callees(
 ) -> tuple[str, ...]:
     """Functions of libraries in which most of some stacks' time passes, from the job's own line."""
     inner = innermost_stack(tree) if inner is None else inner
-    paths = (_library_path(tree, inner, number) for number in stack.tolist())
+    stacks, place = np.unique(stack, return_inverse=True)
+    weight = np.bincount(place, weight).astype(np.float64)
+    paths = (_library_path(tree, inner, number) for number in stacks.tolist())
     ways = [p if p[:1] and p[0].startswith(TRAINERS) else p[:CALLEE_LIMIT] for p in paths]
     way = _common_way(ways, weight)
     ends = _branches(ways, weight, way) if way[:1] and way[0].startswith(TRAINERS) else ""
