@@ -235,6 +235,16 @@ def test_a_line_of_the_loop_in_two_positions_is_one_in_each() -> None:
     assert [place and place.line for place in places] == [50, 50]
 
 
+def test_a_line_between_several_passes_of_a_step_is_one_opportunity() -> None:
+    """A meta-learner copies the model for each of its tasks, behind an optimizer or a forward."""
+    parts = [(position, (SCRIPT, LOOP), 2, "h") for position in ("loss", "prepare", "after_step")]
+    table = mark_needed(table_of(*TRAINING, *parts))
+    (found,) = find_opportunities(table)
+    assert float(table.ns[found.rows].sum()) == pytest.approx(float(table.ns[~table.needed].sum()))
+    assert found.at is not None
+    assert found.at.line == 50
+
+
 def test_statements_of_one_line_are_opportunities_of_their_own() -> None:
     sleeps, sorts = ((*job(50, "main"), text, number)
                      for number, text in enumerate(("time.sleep(0.1)", "sorted(x)")))  # fmt: skip

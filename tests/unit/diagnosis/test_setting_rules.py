@@ -352,6 +352,21 @@ def test_accumulation_without_no_sync_is_told_before_the_link_and_nothing_is_pro
         assert (no_sync.cause, no_sync.severity != "info", no_sync.missing) == ("no_sync", True, ())
 
 
+def test_a_forward_after_the_optimizer_of_a_batch_is_an_evaluation(root: Path) -> None:
+    """Its output, `accuracy(model(x), y)`, has no backward; a second loss's forward has one."""
+    train = [(schema.DATA, 1), (schema.FORWARD, 5), (schema.BACKWARD, 9), (schema.OPTIMIZER, 2)]
+    for name, more, evaluation_ms in (
+        ("looks", [(schema.FORWARD, 5)], 5.0),
+        ("trains", [*train[1:]], 0.0),
+    ):
+        run = write_run(root.with_name(name))
+        write_rank(run, spans_from(repeated([*train, *more], 120)))
+        ledger = judged(run.root).ledger
+        assert ledger is not None
+        found = ledger.positions.get("evaluation", 0.0)
+        assert found == pytest.approx(evaluation_ms * NS_PER_MS, rel=0.05)
+
+
 def test_without_padding_calls_are_as_many_as_before(root: Path) -> None:
     """About a fifth of the model is Python, which gains nothing; operators may need calls, too."""
     write_story(root, lambda rank, step: USUAL, steps=200)
