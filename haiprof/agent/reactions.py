@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -22,13 +23,13 @@ from haiprof.base.safe_files import create_file, make_private
 from haiprof.base.subcommand import end_child
 from haiprof.base.units import duration_text
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.reader import try_read_json
 from haiprof.run_format.writer import append_line
 
 LOOK_S = 2.0
 PAUSE_S = 300.0  # minimum time between two reactions of a kind, over all nodes
 TRACE_STEPS = 5
 LIMIT_S = 600.0
+_RESULT_LIMIT_BYTES = 1 << 24
 NOTIFIED_TIMES = 20  # hangs, and slow-downs, that `--notify` tells of, where fewer are looked into
 _MOST_SUSPECTS = 8
 _KEPT = ("rank", "reason", "doing", "certain")
@@ -156,7 +157,7 @@ class Reactor:
         return None
 
     def _finish(self, action: _Action) -> None:
-        if not (found := try_read_json(action.result)):
+        if (found := _read_result(action.result)) is None:
             status = action.process.returncode
             reason = f"haiprof {action.command} ended with status {status}"
             if status in (-signal.SIGINT, 128 + signal.SIGINT):
@@ -217,6 +218,15 @@ class Reactor:
 
     def _append(self, line: Mapping[str, object]) -> None:
         append_line(self.run.node(self.host).events, line)
+
+
+def _read_result(path: Path) -> dict[str, Any] | None:
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(_RESULT_LIMIT_BYTES))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _of_snapshot(found: Mapping[str, Any]) -> dict[str, Any]:

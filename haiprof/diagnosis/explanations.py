@@ -313,6 +313,8 @@ def _is_own(question: Question, stacks: Bools) -> bool:
 
 def _is_in_exchange(question: Question) -> bool:
     """Whether the account's line is in a hook that calls a collective in backward."""
+    if question.account.position != "backward":
+        return False
     tree = question.samples.tree
     hooks = opportunities.in_hooks(tree)
     entered = hooks & ~hooks[tree.parent]
@@ -325,7 +327,7 @@ def _is_in_exchange(question: Question) -> bool:
         }
         for stacks in (_own_stacks(question), tree.within(ledger.COLLECTIVES_FILE))
     ]
-    return question.account.position == "backward" and bool(functions[0] & functions[1])
+    return bool(functions[0] & functions[1])
 
 
 def _loop_kind(question: Question) -> int:
@@ -510,7 +512,7 @@ _INSIDE = (
     "async_op=True and waited for where it is used; in fewer steps",
 )  # fmt: skip
 _EXCHANGES = (
-    ("DistributedDataParallel._sync_buffers",
+    (ledger.BUFFERS,
      "DistributedDataParallel sends the buffers of rank 0's model before each forward",
      "broadcast_buffers=False, where each rank may keep its own (BatchNorm's averages of its own "
      "batches); of a large one (a queue, a memory bank), no buffer but a plain attribute"),

@@ -40,9 +40,11 @@ _WITHOUT_PHASES = (step_positions.PREPARE, step_positions.AFTER_STEP)
 """Where the model is in a job of which only the ends of steps are known."""
 _WITH_ROLLOUTS = (step_positions.PREPARE, step_positions.BETWEEN_STEPS)
 """Where code in a module is a model's that is not trained: a teacher's, a policy's."""
-_BESIDE = ("prepare", "loss", "gradients", "after_step", "between_steps")
 _BESIDE_MODEL = np.arange(len(POSITIONS))
-_BESIDE_MODEL[[POSITIONS.index(name) for name in _BESIDE]] = step_positions.PREPARE
+_BESIDE_MODEL[[
+    step_positions.PREPARE, step_positions.LOSS, step_positions.GRADIENTS,
+    step_positions.AFTER_STEP, step_positions.BETWEEN_STEPS,
+]] = step_positions.PREPARE  # fmt: skip
 """By position: itself, or one for all that lie between phases of the model."""
 _AFTER_INPUT = range(FORWARD, step_positions.AFTER_STEP + 1)
 _HARDLY = 0.1
@@ -68,6 +70,7 @@ _SAVES = re.compile(
 """What a trainer makes a checkpoint in: preparing what is saved costs time, too."""
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
+_SHARDED = re.compile(r"/torch/distributed/(?:_?fsdp|_composable|tensor)/|/deepspeed/|/megatron/")
 _COPIES = "/copy.py"
 """Who copies a model calls torch's own code, and works for no forward."""
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
@@ -189,8 +192,20 @@ def in_models(tree: CodeTree) -> Bools:
 
 
 def calls_collectives(tree: CodeTree) -> Bools:
-    """Per stack: `ledger.in_collective_calls`, but for a hook's exchange of gradients."""
-    return ledger.in_collective_calls(tree) & ~in_hooks(tree)
+    """Per stack: whether Python calls a collective: the job, or torch for its model's buffers.
+
+    Not what exchanges gradients and parameters: C++ calls it, a sharded model's own code, or a
+    communication hook.
+    """
+    calls, sharded = (
+        tree.holds(np.array([*frames, False]))
+        for frames in (
+            [f.file.endswith(ledger.COLLECTIVES_FILE) or f.function == ledger.BUFFERS
+             for f in tree.frames],
+            [_SHARDED.search(frame.file) is not None for frame in tree.frames],
+        )
+    )  # fmt: skip
+    return calls & ~sharded & ~in_hooks(tree)
 
 
 def in_hooks(tree: CodeTree) -> Bools:

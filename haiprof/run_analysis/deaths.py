@@ -880,7 +880,9 @@ _NO_NUMBER_REMEDY = (
     "find where it becomes NaN or infinite: torch.autograd.set_detect_anomaly(True) for the steps "
     "before, the batch of that step, the learning rate, the loss scale of mixed precision"
 )
-_UNLIKE_SHAPES = re.compile(r"resize storage that is not resizable|each tensor to be equal size")
+_UNLIKE_SHAPES = re.compile(
+    r"resize storage that is not resizable|expects each tensor to be equal size"
+)
 """What torch's default_collate raises, the first in a DataLoader worker."""
 _ONE_SHAPE = (
     "the samples of one batch have tensors of unlike shapes: look for the odd ones in the dataset, "

@@ -99,10 +99,9 @@ _DEVICE_READ = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize)\(")
 semantics, asynchronous execution)."""
 MODULE_FILE = "/torch/nn/modules/module.py"
 COLLECTIVES_FILE = "/torch/distributed/distributed_c10d.py"
-_BUFFERS = "DistributedDataParallel._sync_buffers"
-_EXCHANGES = (_BUFFERS, "ZeroRedundancyOptimizer._sync_params")
+BUFFERS = "DistributedDataParallel._sync_buffers"
+_EXCHANGES = (BUFFERS, "ZeroRedundancyOptimizer._sync_params")
 """Functions of torch that exchange tensors outside of distributed_c10d.py, or wait there."""
-_SHARDED = re.compile(r"/torch/distributed/(?:_?fsdp|_composable|tensor)/|/deepspeed/|/megatron/")
 _POINT_TO_POINT = {
     "send", "isend", "send_object_list", "recv", "irecv", "recv_object_list", "batch_isend_irecv",
 }  # fmt: skip
@@ -606,17 +605,6 @@ def waiting_stacks(tree: CodeTree) -> Bools:
     ]
     found: Bools = np.append(np.array(waits, dtype=np.bool_), False)[tree.place]
     return found
-
-
-def in_collective_calls(tree: CodeTree) -> Bools:
-    """Per stack: whether Python calls a collective: the job, or torch for its model's buffers.
-
-    Not what exchanges gradients and parameters: C++ calls it, or a sharded model's own code.
-    """
-    names = [f.file.endswith(COLLECTIVES_FILE) or f.function == _BUFFERS for f in tree.frames]
-    return tree.holds(np.array([*names, False])) & ~tree.holds(
-        np.array([*(_SHARDED.search(frame.file) is not None for frame in tree.frames), False])
-    )
 
 
 def point_to_point(tree: CodeTree) -> Bools:
