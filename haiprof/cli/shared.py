@@ -392,9 +392,11 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
 
 def parse_cluster(address: str | None) -> Pool | None:
     """The pool of `--cluster`; None without that option."""
+    if address is None:
+        return None
     from haiprof.trace_analysis.pool import cluster_pool
 
-    return cluster_pool(address) if address is not None else None
+    return cluster_pool(address)
 
 
 @contextlib.contextmanager

@@ -216,8 +216,10 @@ class JobTime:
         found = np.zeros((int(self.segment.max()) + 1, *self.period_ns.shape), dtype=np.float32)
         for row, position in enumerate(self.used):
             if share[:, :_COLLECTED, position].any():
-                part = np.take_along_axis(share[:, :, position], self.kind[row], axis=1)
-                part *= self.cell_ns[row]
+                part = self.cell_ns[row] * share[:, ledger.USUAL, position, None]
+                for kind in (ledger.LONG, ledger.BESIDE_SAVE):  # seldom
+                    own, ratio = self.kind[row] == kind, share[:, kind, position, None]
+                    np.multiply(self.cell_ns[row], ratio, out=part, where=own)
                 found[self.segment[position]] += part
         collected = self.totals_ns[:, _COLLECTED]
         whole = np.maximum(collected.sum(axis=1), 1.0)

@@ -479,7 +479,16 @@ def _ledger(
 
 
 def _sample_count(table: TimeTable) -> int:
-    return len(np.unique(table.sample[table.sample >= 0]))
+    return int(np.count_nonzero(np.bincount(table.sample[table.sample >= 0])))
+
+
+def _groups(keys: Ints) -> Ints:
+    """By column of [key, row]: the number of what all its keys say, in their order."""
+    one = np.zeros(keys.shape[1], dtype=np.int64)
+    for key in keys:  # few and small numbers from -1 on
+        one = one * (int(key.max(initial=0)) + 2) + key + 1
+    group: Ints = np.unique(one, return_inverse=True)[1]
+    return group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -566,10 +575,10 @@ class _Accounts:
             table.position[rows], table.activity[rows], package[tree.place[table.stack[rows]]],
             lines.functions_of(tree)[1][frame], table.needed[rows],
         ])  # fmt: skip
-        _, group = np.unique(keys, axis=1, return_inverse=True)
+        group = _groups(keys)
         small = np.bincount(group, table.ns[rows])[group] < SMALL_RATIO * float(table.ns.sum())
         keys[2:4, small] = -1
-        _, group = np.unique(keys, axis=1, return_inverse=True)
+        group = _groups(keys)
         found = []
         for number in range(int(group.max(initial=-1)) + 1):
             inside = np.flatnonzero(group == number)

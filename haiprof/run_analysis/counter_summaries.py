@@ -17,6 +17,7 @@ from haiprof.run_analysis.counters import (
     SeriesReader,
     SourceSamples,
     read_sources,
+    samples_frame,
     sort_series,
 )
 from haiprof.run_analysis.run_files import RunFiles
@@ -198,51 +199,40 @@ def average_counters(
     files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame
 ) -> CounterAverages:
     """Counters of a run while its judged steps ran: `rank` or `host`, `begin`, `end` of windows."""
-    # Files are read one by one, so that memory holds one source of one node at a time.
-    of_ranks = {rank: (begin, end) for rank, begin, end in windows.rows()}
-    of_hosts = {host: (begin, end) for host, begin, end in node_windows.rows()}
+    # Files are read one by one, so that memory holds the samples of one node at a time.
     averages: dict[str, dict[int, float]] = defaultdict(dict)
     points = [pl.DataFrame(schema=POINT_SCHEMA)]
     nodes: dict[str, Means] = {}
+    value, time_ns, begin, end = map(pl.col, ("value", "time_ns", "begin", "end"))
+    inside = time_ns.is_between(begin, end) & value.is_not_null()
+    share = pl.col("metric").is_in(_SHARES)
+    part = (time_ns - begin) // ((end - begin) // POINT_COUNT).clip(lower_bound=1)
     by_host = groupby(read_sources(files, _WANTED, coarse=True), key=lambda found: found.host)
     for host, sources in by_host:
-        own = defaultdict[tuple[str, int], list[OwnerSeries]](list)
-        shared = defaultdict[tuple[str, str], list[OwnerSeries]](list)
-        for found, metric in ((each, metric) for each in sources for metric in each.metrics):
-            for each in found.series(metric):
-                _, rank, _, entity = each.owner
-                if found.source in _OF_RANKS and rank is not None and rank in of_ranks:
-                    own[metric.name, rank].append(each.cut(*of_ranks[rank]))
-                elif found.source in _OF_NODES and host in of_hosts:
-                    shared[metric.name, entity or ""].append(each.cut(*of_hosts[host]))
-        for (name, rank), parts in own.items():
-            if len(values := np.concatenate([part.values for part in parts])):
-                average = np.mean if name in _SHARES else np.median
-                averages[name][rank] = float(average(values))
-        for name in _SERIES:  # at most POINT_COUNT of each rank, by medians
-            thinned = [_in_parts(rank, part, of_ranks[rank]) for (of, rank), parts in own.items()
-                       for part in parts if of == name]  # fmt: skip
-            if thinned:
-                medians = pl.concat(thinned).group_by("rank", "part").agg(
-                    pl.col("time_ns").median().cast(pl.Int64), pl.col("value").median()
-                ).with_columns(metric=pl.lit(name, _METRIC))  # fmt: skip
-                points.append(medians.sort("rank", "time_ns").select(*POINT_SCHEMA))
-        means: dict[str, dict[str, float | None]] = defaultdict(dict)
-        for (name, entity), parts in sorted(shared.items()):
-            if len(values := np.concatenate([part.values for part in parts])):
-                means[entity][name] = float(values.mean())
-        nodes[host] = {entity or None: means[entity] for entity in sorted(means)}
+        found = pl.concat([samples_frame(each, ALWAYS) for each in sources])
+        of_rank = pl.col("source").is_in(list(_OF_RANKS))
+        own = found.filter(of_rank).join(windows, on="rank").filter(inside)
+        for name, rank, average in own.group_by("metric", "rank").agg(
+            pl.when(share.first()).then(value.mean()).otherwise(value.median())
+        ).rows():  # fmt: skip
+            averages[name][rank] = average
+        memory = own.filter(pl.col("metric").is_in(_SERIES)).with_columns(part=part)
+        if memory.height:  # at most POINT_COUNT of each rank, by medians
+            medians = memory.group_by("metric", "rank", "part").agg(
+                time_ns.median(), value.median()
+            )
+            points.append(medians.select(pl.col(n).cast(t) for n, t in POINT_SCHEMA.items()))
+        shared = found.filter(~of_rank).join(node_windows, on="host").filter(inside)
+        means: dict[str | None, dict[str, float | None]] = defaultdict(dict)
+        for entity, name, mean in shared.group_by("entity", "metric").agg(value.mean()).sort(
+            "entity", "metric", nulls_last=False
+        ).rows():  # fmt: skip
+            means[entity][name] = mean
+        nodes[host] = dict(means)
     return CounterAverages(
         of_ranks={metric: dict(sorted(own.items())) for metric, own in sorted(averages.items())},
-        points=pl.concat(points), nodes=nodes,
+        points=pl.concat(points).sort("metric", "rank", "time_ns"), nodes=nodes,
     )  # fmt: skip
-
-
-def _in_parts(rank: int, series: OwnerSeries, span: TimeRange) -> pl.DataFrame:
-    """With `part`: in which of POINT_COUNT parts of its time a sample is."""
-    part = (series.time_ns - span[0]) // max((span[1] - span[0]) // POINT_COUNT, 1)
-    columns = {"part": part, "time_ns": series.time_ns, "value": series.values}
-    return pl.DataFrame(columns).with_columns(rank=pl.lit(rank, pl.Int64))
 
 
 REQUESTS = {"server_read": "read", "server_write": "write", "metadata": "metadata request"}

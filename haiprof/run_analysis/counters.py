@@ -119,7 +119,7 @@ def counter_frame(
 ) -> pl.DataFrame:  # fmt: skip
     """Counters of all nodes by time."""
     found = read_sources(run, metrics, hosts=hosts, first=first)
-    frames = [_frame(source, between or ALWAYS) for source in found]
+    frames = [samples_frame(source, between or ALWAYS) for source in found]
     whole = pl.concat([pl.DataFrame(schema=COUNTER_SCHEMA), *frames])
     return whole.sort("time_ns", maintain_order=True)
 
@@ -242,7 +242,7 @@ def read_sources(
                 yield replace(samples, metrics=list(_metrics(records, samples, chosen)))
 
 
-def _frame(found: SourceSamples, between: tuple[int, int]) -> pl.DataFrame:
+def samples_frame(found: SourceSamples, between: tuple[int, int]) -> pl.DataFrame:
     """One source of one node, one row per value."""
     wanted = (found.time_ns >= between[0]) & (found.time_ns <= between[1])
     metrics = found.metrics
@@ -414,20 +414,20 @@ def fold_rows(
     """
     keys = [name for name, _, _, kind in columns if kind == "key"]
     order, same = _by_entity(rows["time_ns"], [rows[key] for key in keys])
-    rows = rows[order]
     head = np.append(True, ~same)[: len(rows)]
-    minute = rows["time_ns"] // MINUTE_NS
+    minute = rows["time_ns"][order] // MINUTE_NS
     alone = head.copy()  # growth counts from the first one on
     head[1:] |= minute[1:] != minute[:-1]
     for name, _, unit, what in columns:
         if schema.counter_end(what) is not None:
-            values, known = rows[name], is_known(rows[name])
+            values = rows[name][order]
+            known = is_known(values)
             with np.errstate(invalid="ignore"):
                 back = same & known[1:] & known[:-1] & (values[1:] < values[:-1])
             alone[1:] |= back
             alone[:-1] |= back
         elif unit == "packed" and what == "gauge" and not name.endswith(_REASONS):
-            head[1:] |= rows[name][1:] != rows[name][:-1]
+            head[1:] |= np.diff(rows[name][order]) != 0
     if whole is not None:
         alone |= whole[order]
     head |= alone
@@ -435,10 +435,11 @@ def fold_rows(
     heads = np.flatnonzero(head)
     if not len(heads):
         return rows
-    folded = rows[np.append(heads[1:], len(rows)) - 1].copy()
+    folded = rows[order[np.append(heads[1:], len(rows)) - 1]].copy()
     for name, kind, unit, what in columns:
         if what == "gauge":
-            folded[name] = _join_groups(rows[name], heads, kind=kind, packed=unit == "packed")
+            values = rows[name][order]
+            folded[name] = _join_groups(values, heads, kind=kind, packed=unit == "packed")
     ordered: Rows = folded[np.argsort(folded["time_ns"], kind="stable")]
     return ordered
 

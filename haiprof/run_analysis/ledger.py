@@ -455,15 +455,19 @@ def _off_core(samples: CodeSamples, rank: RankSamples, able: Floats, interval_pa
     inside = rank.positions.between(time_ns, interval_part, _PARTS)
     passed = np.diff(time_ns)
     known = (cpu_ns >= 0) & (passed > 0) & (inside.sum(axis=0) == passed)
-    gaps = (inside * able[:, None])[:, known].T
-    off = gaps.sum(axis=1) - np.minimum(cpu_ns, passed)[known]
-    usual = max(float(off.sum()) / max(float(gaps.sum()), 1.0), 0.0)
-    unlike = off - usual * gaps.sum(axis=1)
+    used = np.flatnonzero(inside.any(axis=1))  # few of all parts
+    gaps = (inside[np.ix_(used, known)] * able[used, None]).T
+    whole = gaps.sum(axis=1)
+    off = whole - np.minimum(cpu_ns, passed)[known]
+    usual = max(float(off.sum()) / max(float(whole.sum()), 1.0), 0.0)
+    unlike = off - usual * whole
     if not len(off) or not usual:
         return np.ones(len(able))
-    ridge = max(float((unlike**2).mean()), 1.0) / _UNLIKE**2 * np.eye(len(able))
-    found: Floats = usual + np.linalg.solve(gaps.T @ gaps + ridge, gaps.T @ unlike)
-    return np.clip(found, 0.0, 1.0)
+    ridge = max(float((unlike**2).mean()), 1.0) / _UNLIKE**2 * np.eye(len(used))
+    found = np.full(len(able), usual)
+    found[used] += np.linalg.solve(gaps.T @ gaps + ridge, gaps.T @ unlike)
+    clipped: Floats = np.clip(found, 0.0, 1.0)
+    return clipped
 
 
 def workers_without_core(samples: CodeSamples, rank: int) -> float:

@@ -64,12 +64,12 @@ class StepPositions:
         length = np.diff(self.start_ns, append=self.end_ns)
         place = np.clip(self.at(time_ns), 0, None)
         passed = np.clip(time_ns - self.start_ns[place], 0, length[place])
-        found = []
-        for number in range(count):
+        found = np.zeros((count, max(len(time_ns) - 1, 0)), dtype=np.int64)
+        for number in np.flatnonzero(np.bincount(kind)).tolist():
             own = kind == number
             before = np.cumsum(np.where(own, length, 0))[place] - own[place] * length[place]
-            found.append(np.diff(before + own[place] * passed))
-        return np.array(found)
+            found[number] = np.diff(before + own[place] * passed)
+        return found
 
     def sums(self) -> tuple[Ints, Ints]:
         """[position, step]: nanoseconds of each period without collections, and in these."""
@@ -95,7 +95,7 @@ def step_positions(
         spans.start_ns, spans.end_ns, steps.start_ns, steps.end_ns, *found.evaluations,
         saves.start_ns, saves.end_ns, pauses.start_ns, pauses.end_ns, *(compiled or ()),
     ]  # fmt: skip
-    edges = np.sort(np.concatenate(parts))  # np.unique is 50 times slower
+    edges = np.sort(np.concatenate(parts), kind="stable")  # runs; np.unique is 50 times slower
     edges = edges[np.append(True, edges[1:] > edges[:-1])[: len(edges)]]
     start = edges[(edges >= first) & (edges < end)]
     period = np.searchsorted(steps.start_ns, start, side="right") - 1

@@ -74,6 +74,8 @@ def _find_unused(kind: Codes, tag: Codes, ns: Ints) -> Bools:
         if not usual or (own == usual).mean() < 1 - IN_STEP_PASS_RATIO:
             continue
         many = (count >= usual + _UNUSED_LEAST) & (count >= 3 * usual)
+        if not many.any():
+            continue
         plain = backward_ns[count[:-1] == usual]
         many[:-1] &= backward_ns < 2 * np.median(plain)
         place = np.arange(len(at)) - np.searchsorted(of_backward[at], of_backward[at])
