@@ -55,6 +55,16 @@ _PARTS = 8
 """A change is looked for in parts of the run of this number."""
 
 
+class _Totals(NamedTuple):
+    """Of a table: what its cells have together."""
+
+    ranks: Ints  # that were sampled
+    cell: Ints  # per row of the table: index into what follows, flat
+    total: Floats  # [rank, kind or collections x position]: time
+    seen_ns: Floats  # the same of rows with samples alone
+    seen: Floats  # samples
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTime:
     """Steps that all ranks have; where they have none in common, as many of each.
@@ -234,18 +244,18 @@ class JobTime:
 
     def _share(self, table: TimeTable, rows: Ints) -> Floats:
         """[rank, kind or collections, position]: what rows have of each cell's time."""
-        ranks, cell, total = self._totals(table)
-        part = np.bincount(cell[rows], table.ns[rows], total.size).reshape(total.shape)
-        others = ranks != self.slowest if len(ranks) > 1 else ranks == ranks
+        of = self._totals(table)
+        part = np.bincount(of.cell[rows], table.ns[rows], of.total.size).reshape(of.total.shape)
+        others = of.ranks != self.slowest if len(of.ranks) > 1 else of.ranks == of.ranks
         # What the slowest does alone says nothing of the others.
-        pooled = _ratio(part[others].sum(axis=0), total[others].sum(axis=0))
-        found = [_ratio(own, whole) for own, whole in zip(part, total, strict=True)]
-        of_rank = dict(zip(ranks.tolist(), found, strict=True))
+        pooled = _ratio(part[others].sum(axis=0), of.total[others].sum(axis=0))
+        found = [_ratio(own, whole) for own, whole in zip(part, of.total, strict=True)]
+        of_rank = dict(zip(of.ranks.tolist(), found, strict=True))
         like = [rank if rank in of_rank else self.like.get(rank, rank) for rank in self.ranks]
         return np.array([of_rank.get(rank, pooled) for rank in like])
 
-    def _totals(self, table: TimeTable) -> tuple[Ints, Ints, Floats]:
-        """The ranks of a table, each row's cell, [rank, cell]: their time. Of one table once."""
+    def _totals(self, table: TimeTable) -> _Totals:
+        """Of one table once."""
         if not self._known or self._known[0] is not table:
             kind = np.where(table.activity == ledger.COLLECTION, _COLLECTED, table.kind)
             cell = kind * _COUNT + table.cell
@@ -253,9 +263,12 @@ class JobTime:
             place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int64)
             place[ranks] = np.arange(len(ranks))
             cell += place[table.rank] * _CELLS
-            total = np.bincount(cell, table.ns, len(ranks) * _CELLS).reshape(len(ranks), -1)
-            self._known[:] = table, (ranks, cell, total)
-        found: tuple[Ints, Ints, Floats] = self._known[1]
+            seen_ns = np.where(table.count > 0, table.ns, 0.0)
+            sums = np.empty((3, len(ranks), _CELLS))
+            for number, of in enumerate((table.ns, seen_ns, table.count)):
+                sums[number] = np.bincount(cell, of, len(ranks) * _CELLS).reshape(-1, _CELLS)
+            self._known[:] = table, _Totals(ranks, cell, *sums)
+        found: _Totals = self._known[1]
         return found
 
     def interval(self, table: TimeTable, rows: Ints, series: Floats) -> tuple[float, float]:
@@ -265,8 +278,13 @@ class JobTime:
         blocks of steps. `series` is what is averaged, [step].
         """
         mean = float(self.average(series)) if len(series) > 1 else float(series.mean())
-        cells = self._same_cells(table, rows)
-        whole, count = float(table.ns[cells].sum()), float(table.count[cells].sum())
+        of = self._totals(table)
+        rank, cell = np.divmod(of.cell[rows], _CELLS)
+        inside = np.ix_(_used(rank), np.arange(_COLLECTED + 1), _used(cell % _COUNT))
+        whole, count = (
+            float(each.reshape(len(of.ranks), -1, _COUNT)[inside].sum())
+            for each in (of.seen_ns, of.seen)
+        )
         low = high = mean
         if table.count[rows].any() and whole:
             share = min(float(table.ns[rows].sum()) / whole, 1.0)
@@ -676,6 +694,11 @@ def peer_waits(
                     of_rank = found.setdefault(own, {}).setdefault(rank, {})
                     of_rank[first + number] = of_rank.get(first + number, 0) + wait
     return PeerWaits(found, frozenset(np.flatnonzero(before < after).tolist()), stretches)
+
+
+def _used(numbers: Ints) -> Ints:
+    """Which small numbers there are."""
+    return np.flatnonzero(np.bincount(numbers))
 
 
 def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:

@@ -12,7 +12,6 @@ import polars as pl
 from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import NOT_KNOWN, POSITIONS, PROBLEM_RATIO, Account, AccountPart, Ledger
-from haiprof.base.medians import lower_median
 from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis import job_time, opportunities, thresholds
 from haiprof.diagnosis.background_saves import SLOWED, Saves, SlowedSteps, find_saves, split_saves
@@ -321,12 +320,13 @@ def _subtract_found(
         parts = time.series_of(table, each.rows)
         means, of_rank = time.average(parts), parts.sum(axis=1)
         is_alone = len(means) > 1 and of_rank.max() >= _ONE_RANK * max(float(of_rank.sum()), 1.0)
-        goes.append((means <= 2 * lower_median(means.tolist())) | is_alone)
+        middle = int(np.argsort(means, kind="stable")[(len(means) - 1) // 2])
+        goes.append((means <= 2 * means[middle]) | is_alone)
         if each.activity == PEER_WAIT:  # own time is without it
             continue
         if not goes[-1].all():
             more = ~goes[-1]
-            parts[more] = np.minimum(parts[more], np.median(parts, axis=0))
+            parts[more] = np.minimum(parts[more], parts[middle])
         total += parts
         by_position[:, each.position] += time.average(parts)
     # What is needed elsewhere is no work of the ranks that wait for it.

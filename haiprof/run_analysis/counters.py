@@ -254,9 +254,7 @@ def samples_frame(found: SourceSamples, between: tuple[int, int]) -> pl.DataFram
     which = np.repeat(np.arange(len(metrics)), [len(rows) for rows in shown])
     values = np.concatenate([m.values[at] for m, at in zip(metrics, shown, strict=True)])
     flags = np.concatenate([m.flags[at] for m, at in zip(metrics, shown, strict=True)])
-    node = np.zeros_like(rows)
     words: dict[str, tuple[Sequence[object], npt.NDArray[Any]]] = {
-        "host": ([found.host], node), "source": ([found.source], node),
         "entity": (found.entities, owner), "rank": (found.ranks, owner), "gpu": (found.gpus, owner),
         "metric": ([m.name for m in metrics], which), "unit": ([m.unit for m in metrics], which),
         "flag": (FLAGS, flags),
@@ -265,6 +263,8 @@ def samples_frame(found: SourceSamples, between: tuple[int, int]) -> pl.DataFram
         name: pl.Series(known, dtype=COUNTER_SCHEMA[name]).gather(pl.Series(at, dtype=pl.UInt32))
         for name, (known, at) in words.items()
     }
+    for name, of_node in (("host", found.host), ("source", found.source)):
+        columns[name] = pl.Series([of_node], dtype=pl.String).new_from_index(0, len(rows))
     columns["time_ns"] = pl.Series(found.time_ns[rows])
     columns["value"] = pl.Series(values, dtype=pl.Float64).fill_nan(None)
     return pl.DataFrame(columns).select(*COUNTER_SCHEMA)
