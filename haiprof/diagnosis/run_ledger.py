@@ -138,7 +138,8 @@ def run_ledger(
     table = ledger.time_table(samples, parts, uses_gpu=inputs.uses_gpu)
     # A rank that was killed before it wrote its samples is as those that were sampled.
     sampled = np.isin(table.rank, table.rank[table.count > 0])
-    table = opportunities.mark_needed(table.take(sampled) if sampled.any() else table)
+    some = sampled.any() and not sampled.all()
+    table = opportunities.mark_needed(table.take(sampled) if some else table)
     table = _keep_needed_elsewhere(table, inputs)
     table, loops = find_loops(table, samples, time, inputs.traces.lines)
     found = opportunities.find_opportunities(table, loops.found)

@@ -250,7 +250,7 @@ def time_table(
         _rank_rows(samples, activity, packages, (samples.rank == each.rank) & main, each)
         for each in ranks
     ]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
+    columns = {name: np.concatenate([part.pop(name) for part in parts]) for name in _COLUMNS}
     return TimeTable(tree=tree, packages=packages, **columns)
 
 
