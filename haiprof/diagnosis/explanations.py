@@ -472,6 +472,9 @@ def _link(question: Question) -> Finding:
     for pattern, does in _POINT_TO_POINT:
         if any(pattern.search(callee) for callee in account.callees):
             return _waits_for_peer(question, does)
+    tree = question.samples.tree
+    if _is_own(question, ledger.point_to_point(tree)[tree.place]):  # by its handle
+        return _waits_for_peer(question, "send or receive")
     called = next((row for row in _EXCHANGES if any(row[0] in c for c in account.callees)), None)
     if called or account.file or account.position not in ("backward", "forward"):
         inside = account.position in ("backward", "forward")
@@ -503,13 +506,15 @@ def _link(question: Question) -> Finding:
 
 _BETWEEN = (
     "", "collectives between the phases",
-    "call them less often (metrics every N steps), several in one, or with async_op=True; "
-    "broadcast what does not change once, before the loop",
+    "call them less often (metrics every N steps), several in one, or with async_op=True; reduce "
+    "on each rank first (a count, not all logits); broadcast what does not change once, before the "
+    "loop",
 )  # fmt: skip
 _INSIDE = (
     "", "collectives that the model calls",
     "several in one: what layers exchange (statistics, norms) in one tensor, or with "
-    "async_op=True and waited for where it is used; in fewer steps",
+    "async_op=True and waited for where it is used; nothing that is gathered only to be cut again; "
+    "in fewer steps",
 )  # fmt: skip
 _EXCHANGES = (
     (ledger.BUFFERS,
@@ -520,6 +525,10 @@ _EXCHANGES = (
      "ZeroRedundancyOptimizer sends the parameters that each rank has updated to the others",
      "it saves memory of the optimizer's state alone: where that is small (SGD) or fits, use the "
      "optimizer itself; parameters_as_bucket_view=True, overlap_with_ddp=True"),
+    ("LightningModule.log",
+     "collectives of self.log(sync_dist=True)",
+     "log once an epoch (on_step=False, on_epoch=True) or every N steps, several values in one "
+     "log_dict; sync_dist=False where a value of one rank will do"),
     ("lightning.pytorch.",
      "collectives of Lightning's own",
      "it calls them after each batch (signals, logged values): sync_dist=False where a value of "

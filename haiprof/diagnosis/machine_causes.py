@@ -100,19 +100,20 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
         return None
     busy = sum(inputs.busy_cores[r] for r in ranks)
     wanted = busy + sum(inputs.core_waits[r] for r in ranks)
-    others = used_by_others(inputs, inputs.hosts.get(rank))
-    too_many = len(ranks) > cores
-    if (wanted <= cores and not too_many) or (others or 0.0) > busy:
-        return None
     node = inputs.node_cpus.get(group[0].host)
     on_node = (node.core_count if node is not None else None) or 0
+    others = used_by_others(inputs, inputs.hosts.get(rank)) or 0.0
+    others = max(others - max(on_node - cores, 0), 0.0)  # that have no room on the other cores
+    too_many = len(ranks) > cores
+    if (wanted <= cores and not too_many) or others > busy:
+        return None
     spare, shared = on_node > cores, len(ranks) > 1
     of = f" of {on_node}" if spare else ""
     count = "1 core" if cores == 1 else f"{cores} cores"
     loading = sum(inputs.worker_cores(r) or 0.0 for r in ranks if inputs.loader_workers.get(r))
     # Without the workers there is room for the rest, and for what others need of the same cores. A
     # thread waits for no longer than the workers run: most of what is waited may be their doing.
-    rest = wanted - loading + max((others or 0.0) - max(on_node - cores, 0), 0.0)
+    rest = wanted - loading + others
     by_workers = rest <= cores and not too_many and 2 * loading > wanted - busy
     threads = sum(inputs.settings[r].operator_threads or 0 for r in ranks if r in inputs.settings)
     by_threads = shared and threads > max(cores, len(ranks)) and not (spare or by_workers)

@@ -70,7 +70,9 @@ _SAVES = re.compile(
 """What a trainer makes a checkpoint in: preparing what is saved costs time, too."""
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
-_SHARDED = re.compile(r"/torch/distributed/(?:_?fsdp|_composable|tensor)/|/deepspeed/|/megatron/")
+_SHARDED = re.compile(
+    r"/torch/distributed/(?:_?fsdp|_composable|tensor|optim)/|/deepspeed/|/megatron/"
+)
 _COPIES = "/copy.py"
 """Who copies a model calls torch's own code, and works for no forward."""
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
@@ -197,15 +199,8 @@ def calls_collectives(tree: CodeTree) -> Bools:
     Not what exchanges gradients and parameters: C++ calls it, a sharded model's own code, or a
     communication hook.
     """
-    calls, sharded = (
-        tree.holds(np.array([*frames, False]))
-        for frames in (
-            [f.file.endswith(ledger.COLLECTIVES_FILE) or f.function == ledger.BUFFERS
-             for f in tree.frames],
-            [_SHARDED.search(frame.file) is not None for frame in tree.frames],
-        )
-    )  # fmt: skip
-    return calls & ~sharded & ~in_hooks(tree)
+    sharded = np.array([*(_SHARDED.search(frame.file) is not None for frame in tree.frames), False])
+    return tree.holds(ledger.exchange_frames(tree)) & ~tree.holds(sharded) & ~in_hooks(tree)
 
 
 def in_hooks(tree: CodeTree) -> Bools:

@@ -102,6 +102,7 @@ COLLECTIVES_FILE = "/torch/distributed/distributed_c10d.py"
 BUFFERS = "DistributedDataParallel._sync_buffers"
 _EXCHANGES = (BUFFERS, "ZeroRedundancyOptimizer._sync_params")
 """Functions of torch that exchange tensors outside of distributed_c10d.py, or wait there."""
+_WAITS_FOR_HANDLE = re.compile(r"\.wait\([^()]*\)\s*\Z")
 _POINT_TO_POINT = {
     "send", "isend", "send_object_list", "recv", "irecv", "recv_object_list", "batch_isend_irecv",
 }  # fmt: skip
@@ -591,9 +592,7 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
-    exchange = [f.file.endswith(COLLECTIVES_FILE) or f.function in _EXCHANGES for f in tree.frames]
-    exchanges = tree.holds(np.array([*exchange, False]))[samples.stack]
-    found = np.where(exchanges, LINK_WAIT, found)
+    found = np.where(tree.holds(exchange_frames(tree))[samples.stack], LINK_WAIT, found)
     return np.where(samples.stack == 0, UNKNOWN, found)
 
 
@@ -611,19 +610,40 @@ def waiting_stacks(tree: CodeTree) -> Bools:
     return found
 
 
+def exchange_frames(tree: CodeTree) -> Bools:
+    """Per frame, and none: whether it exchanges tensors with other ranks, or waits for that."""
+    calls = [f.file.endswith(COLLECTIVES_FILE) or f.function in _EXCHANGES for f in tree.frames]
+    found: Bools = np.array([*calls, False])
+    return found | _waits_for_handle(tree) if found.any() else found
+
+
 def point_to_point(tree: CodeTree) -> Bools:
     """Per frame, and none: whether it sends to one other rank, or receives from it."""
     names = [frame.file.endswith(COLLECTIVES_FILE) and frame.function for frame in tree.frames]
-    return np.array([*(name in _POINT_TO_POINT for name in names), False])
+    found: Bools = np.array([*(name in _POINT_TO_POINT for name in names), False])
+    # Who began it in a function waits for it there.
+    callers = tree.place[tree.parent[found[tree.place]]].tolist()
+    begins = {(tree.frames[at].file, tree.frames[at].function) for at in callers if at >= 0}
+    same = [(frame.file, frame.function) in begins for frame in tree.frames]
+    found |= _waits_for_handle(tree) & np.array([*same, False])
+    return found
+
+
+def _waits_for_handle(tree: CodeTree) -> Bools:
+    """Per frame, and none: whether a line of the job's waits in C++, as `work.wait()` does."""
+    calls = np.zeros(len(tree.frames) + 1, dtype=np.bool_)  # waits in Python have code of theirs
+    calls[tree.place[tree.parent]] = True
+    waits = [
+        not library and _WAITS_FOR_HANDLE.search(frame.expression) is not None
+        for frame, library in zip(tree.frames, tree.library.tolist(), strict=True)
+    ]
+    return np.array([*waits, False]) & ~calls
 
 
 def waits_for_peers(tree: CodeTree) -> Bools:
     """Per stack: whether it is in torch.distributed, or waits for a handle of it."""
-    waits = [
-        "/torch/distributed/" in frame.file or frame.expression.endswith(".wait()")
-        for frame in tree.frames
-    ]
-    return tree.holds(np.array([*waits, False]))
+    of_torch = np.array([*("/torch/distributed/" in frame.file for frame in tree.frames), False])
+    return tree.holds(of_torch | _waits_for_handle(tree))
 
 
 def _frame_activity(frame: Frame, package: str, *, uses_gpu: bool) -> int:

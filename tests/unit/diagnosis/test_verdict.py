@@ -818,6 +818,20 @@ def test_tensors_that_torch_exchanges_by_itself_are_said(
     assert remedy in found.remedy
 
 
+@pytest.mark.parametrize(
+    ("begins", "title"),
+    [("all_reduce", "collectives between the phases"), ("isend", "waiting for other ranks")],
+)
+def test_a_handle_is_waited_for_as_what_it_is_of(root: Path, begins: str, title: str) -> None:
+    """`work.wait()` is C++, and runs no Python."""
+    begun = (SCRIPT, MAIN, job(61, "share"), (BARRIER[0], 2900, begins))
+    waited = (SCRIPT, MAIN, (*job(62, "share"), "work.wait(timeout)"))
+    stacks: Stacks = {"other": lambda i: begun if i % 7 == 0 else waited}
+    write_sampled(root, lambda *_: BALANCED, stacks, gap_ms=3.0)
+    (found,) = judged(root).findings
+    assert title in found.title
+
+
 @pytest.mark.parametrize("lock", ["h", "0"])
 @pytest.mark.parametrize(
     "inside",
@@ -1030,6 +1044,12 @@ def test_neighbours_come_first_only_where_they_surely_cost_more(
     assert {each.rule for each in found[:2]} == {"forward_bound", "busy_neighbours"}
     lost = {each.rule: each.lost_ratio or 0.0 for each in found}
     assert lost["busy_neighbours"] > lost["forward_bound"]
+
+
+def test_others_beside_the_only_core_that_a_rank_may_use_are_not_blamed(root: Path) -> None:
+    write_cores(root, [Cores(cpus="0", main=0.65, wait=0.35, workers=0.34)], others=1.0)
+    said = "too few cores for its loader workers: rank 0 may use 1 of 2"
+    assert judged(root).headline.startswith(said)
 
 
 @pytest.mark.parametrize(
