@@ -63,6 +63,7 @@ _LISTED_RATIO = PROBLEM_RATIO / 5
 """Opportunities below this are in the ledger alone."""
 _LISTED = 10
 _LOADING = TRAINING_PHASES.index("dataloader")
+_ADAM_FILES = ("/torch/optim/adam.py", "/torch/optim/adamw.py")
 _UPDATE_ALL = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers of torch that update all parameters, whether they have a gradient of 0 or not."""
 _MOST_RATIO = 0.5
@@ -231,7 +232,8 @@ def _with_samples(found: RunLedger, fact: Finding) -> Finding:
     if fact.rule != UNFUSED_ADAM:
         return fact
     # What fused=True gains of the optimizer's own work, which is needed and in no other gain.
-    ns = found.time.mean_of(table, np.flatnonzero(table.needed & (table.position == OPTIMIZER)))
+    updates = table.tree.within(_ADAM_FILES)[table.stack] & (table.position == OPTIMIZER)
+    ns = found.time.mean_of(table, np.flatnonzero(table.needed & updates))
     least, usual, most = (ns * share for share in FUSED_GAINS)
     return replace(fact, gain=gain_of(mean_ns, usual, least, most), lost_ratio=usual / mean_ns)
 

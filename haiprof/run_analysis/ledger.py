@@ -485,10 +485,24 @@ def workers_without_core(samples: CodeSamples, rank: int) -> float:
 
 def workers_hand_over(samples: CodeSamples, rank: int) -> bool:
     """Whether a rank's workers use more CPU to hand batches over than they take to make them."""
-    own = (samples.rank == rank) & (samples.worker >= 0)
+    return _handing_ns(samples, samples.rank == rank) > _making_ns(samples, samples.rank == rank)
+
+
+def _workers_make(samples: CodeSamples) -> bool:
+    """Whether workers make batches for most of the time: no other way to pass them is faster."""
+    own = samples.worker >= 0
+    idle_ns = float(samples.weight_ns[own & (samples.phase == WORKER_WAITING)].sum())
+    return _making_ns(samples, own) > max(idle_ns, _handing_ns(samples, own))
+
+
+def _making_ns(samples: CodeSamples, own: Bools) -> float:
+    own = own & (samples.worker >= 0) & (samples.phase == WORKER)
+    return float(samples.weight_ns[own].sum())
+
+
+def _handing_ns(samples: CodeSamples, own: Bools) -> float:
     hands = (samples.phase == OTHER_THREADS) & samples.tree.within(_HANDS_OVER)[samples.stack]
-    handing, making = (samples.weight_ns[own & at].sum() for at in (hands, samples.phase == WORKER))
-    return bool(handing > making)
+    return float(samples.weight_ns[own & (samples.worker >= 0) & hands].sum())
 
 
 def _share_of(rows: _Rows, inside: Bools, ns: float) -> Floats:
@@ -587,8 +601,10 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     names = [frame.function for frame in tree.frames]
     workers = np.array([*(WORKER_LOADER in n and WORKER_START not in n for n in names), False])
     # What the job's sampler does below it is the job's; tensors that are handed over were made.
-    in_loader = tree.calls_libraries(workers) & ~tree.within(HANDED_OVER)
-    in_loader = in_loader[samples.stack]
+    handed = tree.within(HANDED_OVER)[samples.stack]
+    if handed.any() and _workers_make(samples):  # it waits for their threads, which have no lock
+        handed &= ~np.isin(found, _SEEN_IN_CODE)
+    in_loader = tree.calls_libraries(workers)[samples.stack] & ~handed
     takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)

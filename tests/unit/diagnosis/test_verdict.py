@@ -1082,6 +1082,21 @@ def test_one_line_of_the_model_that_takes_most_of_the_step_is_the_headline(
     assert headline.startswith("nothing stands out") != said
 
 
+def test_fused_saves_of_adams_update_alone(root: Path) -> None:
+    sparse = (SCRIPT, MAIN, (f"{SITE}/torch/optim/sparse_adam.py", 90, "SparseAdam.step"))
+    adam = USUAL["optimizer"]
+    gains = []
+    for of_adam in (4, 1):  # of four
+        path = root / str(of_adam)
+        stacks: Stacks = {"optimizer": lambda i, n=of_adam: adam if i % 4 < n else sparse}
+        write_sampled(path, lambda *_: (0.2, 5.0, 10.0, 30.0), stacks)
+        told(path)
+        (found,) = (each for each in judged(path).findings if each.rule == "unfused_adam")
+        assert found.gain is not None
+        gains.append(found.gain.step_ns - found.gain.left_ns)
+    assert gains[1] == pytest.approx(gains[0] / 4, rel=0.2)
+
+
 @pytest.mark.parametrize(("wait", "first"), [(0.1, "unfused_adam"), (0.8, "busy_neighbours")])
 def test_a_long_update_comes_before_neighbours_that_surely_cost_less(
     root: Path, wait: float, first: str
@@ -1173,7 +1188,7 @@ def test_workers_lines_are_named_not_the_wait_for_them(root: Path, name: str) ->
 
 
 @pytest.mark.parametrize(("waiting", "input_ms", "worker", "title", "sure"), [
-    ((REBUILD, ANSWER), 60.0, (FETCH, LOAD), "the training thread receives the batches", True),
+    ((REBUILD, ANSWER), 60.0, (FETCH, LOAD), "training waits for batches", True),
     ((REBUILD, ANSWER), 60.0, (), "the training thread receives the batches", True),
     ((REBUILD, ANSWER), 8.0, (), "the training thread receives the batches", False),
     ((POLL,), 60.0, (), "the training thread receives the batches", True),
@@ -1182,7 +1197,10 @@ def test_workers_lines_are_named_not_the_wait_for_them(root: Path, name: str) ->
 def test_batches_of_many_tensors_are_received_not_waited_for(
     root: Path, waiting: Stack, input_ms: float, worker: Stack, title: str, sure: bool
 ) -> None:
-    """The worker's threads hand over each tensor; a few must be received in any case."""
+    """The worker's threads hand over each tensor; a few must be received in any case.
+
+    While it makes batches, they have no interpreter lock to answer with: that is waited for.
+    """
     stacks: Stacks = {"dataloader": (SCRIPT, MAIN, GET_DATA, *waiting)}
     write_sampled(root, lambda *_: (input_ms, *BALANCED[1:]), stacks, steps=120)
     samples = [(START_NS + 20_000_000 * (i + 10), worker or (MAIN,)) for i in range(60)]
