@@ -486,7 +486,7 @@ def allocator_retries(inputs: RuleInputs) -> Finding | str | None:
 RULES: tuple[Rule, ...] = (
     standstill, first_batch, compilation, memory_creep, memory_pressure,
     gpu_memory_limit, allocator_retries, page_faults, numa_placement,
-    settings_facts.anomaly_detection, settings_facts.profiler_left_on,
+    settings_facts.anomaly_detection, settings_facts.tracemalloc, settings_facts.profiler_left_on,
     settings_facts.costly_switches, settings_facts.double_precision,
     settings_facts.deterministic_mode, settings_facts.mkldnn_off, settings_facts.unfused_adam,
     settings_facts.optimizer_loop, settings_facts.padding,

@@ -87,6 +87,10 @@ class Finding:
     """Of a setting: by what share of the operators' numbers in these it adds to them."""
     exchange_ratio: float = 0.0
     """Of a setting: what it costs of the exchanges between ranks in these, waits included."""
+    python_ratio: float = 0.0
+    """Of a setting: what it costs of the Python that runs outside of torch, in any phase."""
+    python_spread: tuple[float, float] | None = None
+    """The same at least and at most, over that."""
     setting: str = ""
     """Pattern of the call or assignment of the job's that sets it (`lines.find_statement`)."""
     code_lines: tuple[CodeLine, ...] = ()
@@ -97,7 +101,8 @@ class Finding:
     @property
     def is_priced(self) -> bool:
         """Whether it costs a known share of some phases."""
-        return bool((self.lost_ratio or self.work_ratio or self.exchange_ratio) and self.phases)
+        of_phases = self.lost_ratio or self.work_ratio or self.exchange_ratio
+        return bool((of_phases and self.phases) or self.python_ratio)
 
     @property
     def numbers(self) -> tuple[Evidence, ...]:

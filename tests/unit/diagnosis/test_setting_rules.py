@@ -37,7 +37,7 @@ from tests.unit.diagnosis.tables import ENGINE, SCRIPT, job, tree_of
 
 USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
-    "padding",
+    "padding", "tracemalloc",
     "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
     "deterministic_mode", "mkldnn_off", "unfused_adam", "optimizer_loop", "ddp_arguments",
     "threads_over_cores",
@@ -199,6 +199,7 @@ def full(**flags: Any) -> dict[str, Any]:
         (on_cpus, {"variables": {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1"}}, ()),
         (on_cpus, {"optimizer": {"foreach": False}}, ()),
         (on_cpus, {"flags": {"distributed_debug": "DETAIL"}}, ()),
+        (on_cpus, {"flags": {"tracemalloc": True}}, ("tracemalloc",)),
         (long_updates, {}, ("unfused_adam",)),
         (long_updates, {"optimizer": {"fused": True}}, ()),
         (long_updates, {"optimizer": {"name": "SGD"}}, ()),  # which gains nothing

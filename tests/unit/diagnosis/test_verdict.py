@@ -708,6 +708,19 @@ def test_what_runs_for_a_settings_sake_alone_is_its_cost_and_no_other_finding(ro
     assert "forward_bound" not in found
 
 
+def test_tracemalloc_makes_python_slow_and_not_the_line_that_it_is_in(root: Path) -> None:
+    stacks: Stacks = {"dataloader": (SCRIPT, MAIN, FETCH, LOAD)}
+    write_sampled(root, lambda *_: (20.0, *BALANCED[1:]), stacks, lock="h")
+    told(root, flags={"tracemalloc": True})
+    verdict = judged(root)
+    first, second = verdict.findings[:2]
+    assert (first.rule, second.rule) == ("tracemalloc", "dataloader_bound")
+    assert first.gain is not None
+    assert first.gain.step_ns - first.gain.left_ns == pytest.approx(0.9 * 20e6, rel=0.1)
+    assert second.gain is not None
+    assert second.gain.step_ns - second.gain.left_ns == pytest.approx(0.1 * 20e6, rel=0.1)
+
+
 @pytest.mark.parametrize(("lock", "said"), [("h0", True), ("h" + 99 * "0", False)])
 def test_a_function_of_autograds_that_calls_small_operators_is_an_opportunity(
     root: Path, lock: str, said: bool
