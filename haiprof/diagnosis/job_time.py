@@ -280,7 +280,8 @@ class JobTime:
         mean = float(self.average(series)) if len(series) > 1 else float(series.mean())
         of = self._totals(table)
         rank, cell = np.divmod(of.cell[rows], _CELLS)
-        inside = np.ix_(_used(rank), np.arange(_COLLECTED + 1), _used(cell % _COUNT))
+        there, at = (np.flatnonzero(np.bincount(each)) for each in (rank, cell % _COUNT))
+        inside = np.ix_(there, np.arange(_COLLECTED + 1), at)
         whole, count = (
             float(each.reshape(len(of.ranks), -1, _COUNT)[inside].sum())
             for each in (of.seen_ns, of.seen)
@@ -694,11 +695,6 @@ def peer_waits(
                     of_rank = found.setdefault(own, {}).setdefault(rank, {})
                     of_rank[first + number] = of_rank.get(first + number, 0) + wait
     return PeerWaits(found, frozenset(np.flatnonzero(before < after).tolist()), stretches)
-
-
-def _used(numbers: Ints) -> Ints:
-    """Which small numbers there are."""
-    return np.flatnonzero(np.bincount(numbers))
 
 
 def _ratio(part: np.ndarray, total: np.ndarray) -> Floats:

@@ -376,11 +376,11 @@ def _split_setting(
     """What a setting costs: what runs for its sake alone, a part of operators, or of exchanges."""
     if setting.python_ratio:
         of_torch = np.array([*(name == "torch" for name in table.packages), True])[table.tree.place]
-        works = np.isin(table.activity, (ledger.PYTHON, ledger.NO_CORE))
-        works &= (table.work == ledger.PYTHON) & ~(of_torch[table.stack] & table.needed)
-        if not works.any():
+        slow = np.isin(table.activity, (ledger.PYTHON, ledger.NO_CORE))
+        slow &= (table.work == ledger.PYTHON) & ~(of_torch[table.stack] & table.needed)
+        if not slow.any():
             return table, [*found]
-        table, taken = table.split(np.flatnonzero(works), setting.python_ratio, needed=False)
+        table, taken = table.split(np.flatnonzero(slow), setting.python_ratio, needed=False)
         own = replace(opportunity(table, taken, None), key=setting.rule)
         return table, [*found, replace(own, spread=setting.python_spread)]
     is_seen = table.tree.within(SEEN_IN.get(setting.rule, ()))[table.stack]
