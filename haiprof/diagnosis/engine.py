@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.code_places import place_text
+from haiprof.base.intervals import Ints
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger, position_words
 from haiprof.base.log_addresses import shown_path
 from haiprof.base.units import bytes_text, duration_text, number_text, ratio_text, shorten, visible
@@ -40,7 +41,7 @@ from haiprof.run_analysis.ledger import (
     MODULE_FILE,
     UNKNOWN,
 )
-from haiprof.run_analysis.lines import CodeLine, find_statement, written_in
+from haiprof.run_analysis.lines import CodeLine, find_statement, innermost_stack, written_in
 from haiprof.run_analysis.printed_lines import printed_notes
 from haiprof.run_analysis.run_files import integer, number
 from haiprof.run_analysis.run_frames import RunFrames
@@ -64,6 +65,8 @@ _LISTED_RATIO = PROBLEM_RATIO / 5
 _LISTED = 10
 _LOADING = TRAINING_PHASES.index("dataloader")
 _ADAM_FILES = ("/torch/optim/adam.py", "/torch/optim/adamw.py")
+_ONE_LINE = 0.95
+"""Of a function's time, for it to be called that line's."""
 _UPDATE_ALL = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers of torch that update all parameters, whether they have a gradient of 0 or not."""
 _MOST_RATIO = 0.5
@@ -417,25 +420,33 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
 
 
 def _own_line(found: RunLedger) -> Iterator[tuple[float, str]]:
-    """The line of the job's that takes most of the model's own work, and calls no layer."""
-    ledger, table = found.ledger, found.table
-    module = np.array([*(MODULE_FILE in frame.file for frame in table.tree.frames), False])
-    calls_layer = table.tree.calls_libraries(module)[table.stack]
-    spent = dict[tuple[str, int | None], list[tuple[float, Account]]]()
+    """The function of the job's that takes most of the model's own work, and calls no layer."""
+    ledger, table, tree = found.ledger, found.table, found.table.tree
+    module = np.array([*(MODULE_FILE in frame.file for frame in tree.frames), False])
+    calls_layer = tree.calls_libraries(module)[table.stack]
+    line = tree.line_places()[innermost_stack(tree)]
+    spent = dict[tuple[str, str], list[tuple[float, Account, Ints]]]()
     for each, rows in zip(ledger.accounts, found.rows, strict=True):
         if each.needed and each.file and each.position in ("forward", "loss"):
-            whole, own = (float(table.ns[of].sum()) for of in (rows, rows[~calls_layer[rows]]))
-            ns = each.ns_per_step * own / max(whole, 1.0)
-            spent.setdefault((each.file, each.line), []).append((ns, each))
-    parts = max(spent.values(), key=lambda own: sum(ns for ns, _ in own), default=[])
-    ratio = sum(ns for ns, _ in parts) / ledger.mean_ns
+            own = rows[~calls_layer[rows]]
+            ns = float(table.ns[own].sum()) / max(float(table.ns[rows].sum()), 1.0)
+            key = each.file, written_in(each.function or "")
+            spent.setdefault(key, []).append((ns * each.ns_per_step, each, own))
+    parts = max(spent.values(), key=lambda own: sum(ns for ns, *_ in own), default=[])
+    ratio = sum(ns for ns, *_ in parts) / ledger.mean_ns
     if ratio >= CRITICAL_RATIO:
         largest = max(parts, key=lambda part: part[0])[1]
-        file, line, function = largest.file or "", largest.line or 0, largest.function or ""
-        place = place_text(file, line, written_in(function))
+        rows = np.concatenate([own for *_, own in parts])
+        of_line = np.bincount(line[table.stack[rows]] + 1, table.ns[rows])
+        place = place_text(
+            largest.file or "", largest.line or 0, written_in(largest.function or "")
+        )
         code = f" {shorten(largest.code, explanations.CODE_CHARS)}" if largest.code else ""
+        what = "one line"
+        if of_line.max() < _ONE_LINE * of_line.sum():
+            what, code = f"{np.count_nonzero(of_line)} lines of one function", ""
         where = position_words(largest.position)
-        yield ratio, f"{ratio_text(ratio)} of the step is one line of {where} ({place}{code})"
+        yield ratio, f"{ratio_text(ratio)} of the step is {what} of {where} ({place}{code})"
 
 
 def _own_backward(found: RunLedger) -> Iterator[tuple[float, str]]:

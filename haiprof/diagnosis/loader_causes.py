@@ -44,6 +44,10 @@ _READ_MORE = (
     "read less often and more at once: larger files (tar, parquet, memory maps), a local copy of "
     "the data set, no request per sample"
 )
+_HOLD_LESS = (
+    "hold the lock for no more than what it guards, or give each worker a file or connection of "
+    "its own, which needs none; behind one lock more workers gain nothing"
+)
 _IN_WORKERS = "load batches in worker processes, which read ahead (num_workers=1 and up)"
 _PART_OF_RUN = re.compile(r"(?:more )?(until|since) step ")
 _OF_PART = {
@@ -275,6 +279,7 @@ def _storage(inputs: RuleInputs, loading: _Loading, samples: CodeSamples) -> Fin
     if loading.workers:
         remedy = "more workers wait in parallel (num_workers), and "
     remedy += _NO_PAUSES if wait == _WAIT_TEXTS["sleep"] else _READ_MORE
+    remedy = _HOLD_LESS if wait == _WAIT_TEXTS["lock"] and loading.workers else remedy
     read = {
         "read by calls, all ranks": inputs.counted.of("read_bytes_per_s"),
         "read from storage, all ranks": inputs.counted.of("storage_read_bytes_per_s"),

@@ -153,6 +153,7 @@ def test_workers_of_an_iterable_dataset_are_advised_with_a_warning(
     [
         ("z" * 18 + "f0", "the loader itself sleeps", "take the pauses out"),
         ("s" * 15 + "zz0", "the loader itself waits for a network peer", "no request per sample"),
+        ("l" * 15 + "zz0", "the loader itself waits for a lock", "behind one lock more workers"),
         ("f" * 9 + "s" * 9, "for files, the network or a lock", "a local copy"),
         ("-" * 18 + "00", "for files, the network or a lock", "a local copy"),
     ],

@@ -1095,6 +1095,19 @@ def test_one_line_of_the_model_that_takes_most_of_the_step_is_the_headline(
     assert headline.startswith("nothing stands out") != said
 
 
+def test_lines_of_a_helper_of_the_model_count_together(root: Path) -> None:
+    """Each of three is less than what `Net.forward` does itself."""
+    model = (SCRIPT, MAIN, MODULE)
+    stacks = [(*model, job(6, "Net.forward", "net.py"), LINALG)] * 2
+    stacks += [(*model, job(8, "Net.forward", "net.py"), job(n, "normalise", "net.py"), LINALG)
+               for n in (21, 22, 23)]  # fmt: skip
+    write_sampled(root, lambda *_: (0.2, 30.0, 10.0, 2.0),
+                  {"forward": lambda i: stacks[i % 5]}, steps=120)  # fmt: skip
+    headline = judged(root).headline
+    assert "of the step is 3 lines of one function of forward (net.py:2" in headline
+    assert "normalise" in headline
+
+
 def test_fused_saves_of_adams_update_alone(root: Path) -> None:
     sparse = (SCRIPT, MAIN, (f"{SITE}/torch/optim/sparse_adam.py", 90, "SparseAdam.step"))
     adam = USUAL["optimizer"]
