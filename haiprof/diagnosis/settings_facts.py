@@ -293,7 +293,8 @@ def _computing_ratio(inputs: RuleInputs) -> float:
 @_setting(device="cpu")
 def padding(inputs: RuleInputs) -> Finding | None:
     """Sequences are padded beyond the longest one of their batch."""
-    # By looks at `attention_mask`, one a second.
+    # By looks at `attention_mask`, one a second; or at integers, which only a table of embeddings
+    # takes for tokens.
     # What operators compute is at least linear in the columns of a batch (attention grows faster):
     # without those that are padding in each of its sequences, forward and backward are shorter by
     # their share, but for the calling of operators.
@@ -306,12 +307,15 @@ def padding(inputs: RuleInputs) -> Finding | None:
     work_ratio = share * _computing_ratio(inputs)
     if work_ratio * touched_ratio(inputs, MODEL) < PROBLEM_RATIO:
         return None
+    is_guessed = any(look.guessed_mask_count for look in looks)
+    if is_guessed and not any(has_layers(e, ("Embedding",)) for e in inputs.settings.values()):
+        return None
     rest = 1 - (tokens - zeros) / max(tokens * (1 - share), 1)
     compiles = bool(number(inputs.ranks["compile_ns"].max()))
     few = ", with torch.compile to one of a few lengths (pad_to_multiple_of)" * compiles
     return make_finding(
-        f"{ratio_text(share)} of the columns of attention_mask are padding in every sequence of "
-        "their batch",
+        f"{ratio_text(share)} of the columns of {'the tokens' if is_guessed else 'attention_mask'} "
+        "are padding in every sequence of their batch",
         "pad to the longest sequence of the batch (DataCollatorWithPadding(tokenizer, "
         f"padding='longest')){few}, or crop the batch to it; batches of sequences of like length "
         "(group_by_length of transformers) spare more",

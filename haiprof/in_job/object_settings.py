@@ -23,6 +23,9 @@ _LOADER_LIMIT = 64  # that are described; a job that makes one per step is not f
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable")
 _OFTEN_NS, _SELDOM_NS = 1_000_000_000, 10_000_000_000
 _OFTEN_COUNT = 120  # so many looks at inputs a second apart; then one in ten seconds
+_TOKENS, _RUN = ("int64", "int32"), 3
+"""So many columns in a row hold the same number in each row, for it to be padding: a feature that a
+batch has in common is one."""
 _MASK_LIMIT = 1 << 15  # of a larger mask, columns at equal distances are read: some 50 us
 _now = time.perf_counter_ns
 
@@ -126,7 +129,8 @@ class InputSizes:
         self._last: dict[int, int] = {}
         self._looked_ns = self._look_count = 0
         self._is_over = False
-        self.masks = dict.fromkeys(("mask_column", "empty_column", "mask_token", "empty_token"), 0)
+        names = ("mask_column", "empty_column", "mask_token", "empty_token", "guessed_mask")
+        self.masks = dict.fromkeys(names, 0)
         """By field of the line `settings_seen`, without `_count`."""
 
     def becomes_due(self) -> bool:
@@ -140,13 +144,14 @@ class InputSizes:
         """A root module is called for training; after an error there are no more looks."""
         # Steps that take longer because a curriculum gives them more are no drift, and only this
         # tells. The drain thread says when a look is due; the look is the training thread's, where
-        # it calls the module, and no value is read but of an `attention_mask` on the CPU: how much
-        # of it is padding.
+        # it calls the module, and no value is read but of an `attention_mask` on the CPU, or of the
+        # tokens where there is none: how much of it is padding.
         self.is_due = False
         self._looked_ns, self._look_count = _now(), self._look_count + 1
         try:
-            count = sum(t.numel() for t in _plain_tensors((*args, *kwargs.values())))
-            self._read_mask((kwargs, *(each for each in args if type(each) is dict)))
+            tensors = list(_plain_tensors((*args, *kwargs.values())))
+            count = sum(tensor.numel() for tensor in tensors)
+            self._read_mask((kwargs, *(each for each in args if type(each) is dict)), tensors)
         except Exception as error:
             self._is_over = True
             line = {"type": "settings_failed", "time_ns": self._looked_ns}
@@ -159,21 +164,33 @@ class InputSizes:
                 "number_count": count,
             })  # fmt: skip
 
-    def _read_mask(self, batches: Iterable[Mapping[str, Any]]) -> None:
+    def _read_mask(self, batches: Iterable[Mapping[str, Any]], tensors: Iterable[Any]) -> None:
         """Adds up the columns and the elements of an `attention_mask` that hold zeros alone."""
         # Nothing that follows the job's operators sees this one: no mode, and no profiler.
         modes = getattr(sys.modules.get("torch._C"), "_len_torch_dispatch_stack", None)
         profiler = sys.modules.get("torch.autograd.profiler")
         if modes is None or modes() or getattr(profiler, "_is_profiler_enabled", True):
             return
-        for mask in _plain_tensors(each.get("attention_mask") for each in batches):
+        given = [each["attention_mask"] for each in batches if "attention_mask" in each]
+        for mask in _plain_tensors(given or tensors):
             is_counted = not (mask.is_floating_point() or mask.is_complex())
+            is_counted &= bool(given) or _dtype_name(mask.dtype) in _TOKENS
             if mask.dim() == 2 and mask.numel() and is_counted and mask.device.type == "cpu":
-                read = mask[:, :: mask.numel() // _MASK_LIMIT + 1]
-                used = read.count_nonzero(0).tolist()
-                found = len(used), used.count(0), read.numel(), read.numel() - sum(used)
+                read, columns = mask[:, :: mask.numel() // _MASK_LIMIT + 1], list[list[int]]()
+                if given:
+                    columns.append(read.count_nonzero(0).tolist())
+                else:  # tokens of padding are all alike, and end or begin the sequences
+                    ends = ({*mask[:, at].tolist()} for at in (0, -1))
+                    same = [end.pop() for end in ends if len(end) == 1]
+                    counts = [(read != one).count_nonzero(0).tolist() for one in same]
+                    columns += (c for c in counts if not (any(c[-_RUN:]) and any(c[:_RUN])))
+                used = max(columns, key=lambda each: each.count(0), default=[1] * read.shape[1])
+                found = (len(used), used.count(0), read.numel(),
+                         read.numel() - sum(used) if columns else 0, not given)  # fmt: skip
                 for name, count in zip(self.masks, found, strict=True):
                     self.masks[name] += count
+                if not given:
+                    return
 
 
 def _plain_tensors(values: Iterable[Any]) -> Iterator[Any]:

@@ -83,6 +83,7 @@ class Looks:
     empty_column_count: int | None
     mask_token_count: int | None
     empty_token_count: int | None
+    guessed_mask_count: int | None
     collect_count: int | None
     collect_ns: int | None
     collect_file: str | None

@@ -36,14 +36,32 @@ def test_padding_of_an_attention_mask_is_counted_and_of_nothing_else() -> None:
     look(sizes, input_ids=mask, attention_mask=mask.float())
     look(sizes, mask, attention_mask=mask[None])
     look(sizes, attention_mask=mask.to("meta"))
-    assert list(sizes.masks.values()) == [8, 2, 24, 14]
+    assert list(sizes.masks.values()) == [8, 2, 24, 14, 0]
     large = torch.ones(512, 1024, dtype=torch.long)
     large[:, 256:] = 0
     sizes.restart()
     look(sizes, attention_mask=large)
-    columns, empty, tokens, zeros = sizes.masks.values()
+    columns, empty, tokens, zeros, _ = sizes.masks.values()
     assert columns < 70, "a part of its columns"
     assert (empty / columns, zeros / tokens) == pytest.approx((0.75, 0.75), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([[7, 8, 5, 0, 0, 0], [7, 0, 0, 0, 0, 0]], [6, 3, 12, 8, 1]),
+        ([[1, 1, 1, 7, 8], [1, 1, 1, 1, 8]], [5, 3, 10, 7, 1]),  # the end of all is alike
+        ([[3, 4, 5], [6, 7, 8]], [3, 0, 6, 0, 1]),
+        ([[3, 4, 9, 9], [6, 7, 9, 9]], [4, 0, 8, 0, 1]),  # a feature or two that all have
+    ],
+)
+def test_padding_is_told_from_tokens_where_there_is_no_mask(
+    rows: list[list[int]], found: list[int]
+) -> None:
+    sizes = InputSizes([])
+    look(sizes, torch.zeros(2, 9), torch.tensor(rows), torch.ones(2, 3, dtype=torch.long))
+    look(sizes, torch.ones(2, 3, dtype=torch.uint8), torch.ones(3, dtype=torch.long))
+    assert list(sizes.masks.values()) == found
 
 
 def test_nothing_that_follows_the_jobs_operators_sees_how_its_mask_is_read() -> None:

@@ -165,6 +165,7 @@ PADDED: dict[str, object] = {
     "mask_column_count": 1000, "empty_column_count": 750,
     "mask_token_count": 16_000, "empty_token_count": 14_000,
 }  # fmt: skip
+EMBEDS = {"layers": {"Embedding": 1, "Linear": 4}}
 UNPRICED: dict[str, Any] = {
     "flags": {"deterministic": True, "cudnn_deterministic": True},
     "variables": {"CUDA_LAUNCH_BLOCKING": "1"},
@@ -199,6 +200,8 @@ def full(**flags: Any) -> dict[str, Any]:
         (on_cpus, {"variables": {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1"}}, ()),
         (on_cpus, {"optimizer": {"foreach": False}}, ()),
         (on_cpus, {"flags": {"distributed_debug": "DETAIL"}}, ()),
+        (on_cpus, {"seen": PADDED | {"guessed_mask_count": 9}, "model": EMBEDS}, ("padding",)),
+        (on_cpus, {"seen": PADDED | {"guessed_mask_count": 9}}, ()),
         (on_cpus, {"flags": {"tracemalloc": True}}, ("tracemalloc",)),
         (long_updates, {}, ("unfused_adam",)),
         (long_updates, {"optimizer": {"fused": True}}, ()),
