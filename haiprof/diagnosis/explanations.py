@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,6 +34,7 @@ from haiprof.run_analysis.lines import (
     written_in,
 )
 from haiprof.run_analysis.run_files import number
+from haiprof.run_analysis.settings import ModelSettings
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE
 from haiprof.run_format.stack_lines import INDEPENDENT, LAYERS, RECURRENCE, WAITS
 
@@ -489,18 +490,25 @@ def _link(question: Question) -> Finding:
     else:
         starved = machine_causes.starvation(inputs)
     first = f"first {starved.remedy}: on one node an exchange needs cores; " if starved else ""
-    buckets = _small_buckets(inputs)
+    models = [model for each in inputs.settings.values() for model in each.models]
+    is_sharded = any(model.fsdp_unit_count for model in models)
+    buckets = _small_units(models) if is_sharded else _small_buckets(models)
     if buckets:
         first = "larger buckets: DistributedDataParallel(bucket_cap_mb=25), the default; then "
+    if buckets and is_sharded:
+        first = "larger units: fully_shard, or auto_wrap_policy, of blocks and not of layers; then "
     skips = any(each.looks.no_sync_count for each in inputs.settings.values())
     spares = "" if skips else "accumulate with no_sync(), "
+    spares += "compress with a communication hook (bf16_compress_hook)"
+    if is_sharded:
+        spares = "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
     return Finding(
         rule="link_bound",
         cause="small_buckets" if buckets else None,
-        title="exchanging gradients takes longer than their bytes need on a good link, "
-        f"{question.amount}, not counting the wait for late ranks{buckets}",
+        title=f"exchanging {'parameters and ' * is_sharded}gradients takes longer than their bytes "
+        f"need on a good link, {question.amount}, not counting the wait for late ranks{buckets}",
         remedy=f"{first}measure {between} (haiprof doctor; iperf3, nccl-tests); send less: "
-        f"{spares}compress with a communication hook (bf16_compress_hook), or larger batches",
+        f"{spares}, or larger batches",
     )
 
 
@@ -562,16 +570,28 @@ def _waits_for_peer(question: Question, does: str) -> Finding:
     )
 
 
-def _small_buckets(inputs: RuleInputs) -> str:
+def _small_buckets(models: Sequence[ModelSettings]) -> str:
     """`; about 98 all-reduces a step, for buckets of 1 KiB`; empty where they are few."""
     # DistributedDataParallel reduces a bucket when its gradients are ready. Source: Li et al.,
     # PyTorch Distributed (VLDB 2020), section 3.2.3.
-    for model in (model for each in inputs.settings.values() for model in each.models):
+    for model in models:
         size, whole = number((model.ddp or {}).get("bucket_bytes")), model.gradient_bytes or 0
         count, usual = (math.ceil(whole / each) for each in (size or math.inf, _BUCKET_BYTES))
         count = min(count, model.tensor_count or count)
         if size and count and count >= _MANY_BUCKETS * usual:
             return f"; about {count:,} all-reduces a step, for buckets of {bytes_text(size)}"
+    return ""
+
+
+def _small_units(models: Sequence[ModelSettings]) -> str:
+    """`; about 102 collectives a step, for 34 units of 33 KiB`; empty where they are few."""
+    # FullyShardedDataParallel gathers a unit's parameters in forward and in backward, and scatters
+    # its gradients. Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.
+    for model in models:
+        count, whole = model.fsdp_unit_count or 0, model.gradient_bytes
+        if whole and count >= _MANY_BUCKETS * math.ceil(whole / _BUCKET_BYTES):
+            size = bytes_text(round(whole / count))
+            return f"; about {3 * count:,} collectives a step, for {count} units of {size}"
     return ""
 
 

@@ -644,6 +644,21 @@ def test_what_to_do_less_of_fits_the_dataset(root: Path, made_by: Stack, said: s
     assert said in judged(root).findings[0].remedy
 
 
+@pytest.mark.parametrize(("units", "said"), [(34, True), (5, False)])
+def test_a_slow_exchange_of_many_small_units_says_so(root: Path, units: int, said: bool) -> None:
+    STORIES["a slow link in backward"].write(root)
+    for rank in (0, 1):
+        told(root, rank, model={
+            "tensor_count": 60, "parameter_count": 400_000, "trainable_count": 400_000,
+            "dtypes": {"float32": 400_000}, "ddp": None, "fsdp_unit_count": units,
+        })  # fmt: skip
+    first = judged(root).findings[0]
+    assert first.title.startswith("exchanging parameters and gradients takes longer")
+    assert ("about 102 collectives a step, for 34 units of 46.0 KiB" in first.title) == said
+    assert ("of blocks and not of layers" in first.remedy) == said
+    assert "no_sync" not in first.remedy
+
+
 @pytest.mark.parametrize(("size", "said"), [(1048.0, True), (float(25 << 20), False)])
 def test_a_slow_exchange_in_many_small_buckets_says_so(root: Path, size: float, said: bool) -> None:
     STORIES["a slow link in backward"].write(root)
