@@ -583,7 +583,10 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class OtherProcesses:
-    """Notes names and cores of the busiest processes of the node that are not the job's.
+    """Notes names and cores of the busiest processes of the node that are no ranks of the job.
+
+    Those that a rank has started, its loader's workers among them, are `started`; what is neither
+    the job's nor started by it is in `processes`.
 
     A look reads a file for each process of the node: 25 us each, less than 0.01 % of a core.
     """
@@ -606,24 +609,29 @@ class OtherProcesses:
             return
         before, elapsed_s = self._ticks, now - (self._looked_s or now)
         self._tree.refresh()
-        own = {pid for each in (*self._own, *(rank.pid for rank in ranks))  # torchrun's, a rank's
-               for pid in self._tree.below(each)}  # fmt: skip
+        main = {rank.pid for rank in ranks}
+        started = {pid for rank in main for pid in self._tree.below(rank)} - main
+        own = {pid for each in (*self._own, *main) for pid in self._tree.below(each)}  # torchrun's
         self._ticks = {(pid, fields[19]): int(fields[11]) + int(fields[12])
                        for pid in process_ids(self._root / "proc")
-                       if pid not in own and (fields := read_stat(self._root, pid))}  # fmt: skip
+                       if (pid not in own or pid in started)
+                       and (fields := read_stat(self._root, pid))}  # fmt: skip
         self._looked_s, self._wait_s = now, min(2 * self._wait_s, _LONGEST_S)
         if not before:
             return
-        cores = {pid: (ticks - before.get((pid, started), 0)) / _TICKS_PER_S / elapsed_s
-                 for (pid, started), ticks in self._ticks.items()}  # fmt: skip
-        busiest = sorted(cores, key=lambda pid: -cores[pid])[:_MOST_NAMED]
-        named = [
+        cores = {pid: (ticks - before.get((pid, began), 0)) / _TICKS_PER_S / elapsed_s
+                 for (pid, began), ticks in self._ticks.items()}  # fmt: skip
+        note_line(self._events, {
+            "type": "other_processes", "time_ns": time.monotonic_ns(),
+            "elapsed_ns": round(elapsed_s * 1e9),
+            "processes": self._name_busiest({p: n for p, n in cores.items() if p not in started}),
+            "started": self._name_busiest({p: n for p, n in cores.items() if p in started}),
+        })  # fmt: skip
+
+    def _name_busiest(self, cores: Mapping[int, float]) -> list[dict[str, Any]]:
+        return [
             {"pid": pid, "name": name.strip(), "cores": round(cores[pid], 3)}
-            for pid in busiest
+            for pid in sorted(cores, key=lambda pid: -cores[pid])[:_MOST_NAMED]
             if cores[pid] >= _LEAST_CORES
             and (name := read_text(self._root / f"proc/{pid}/comm")) is not None
         ]
-        note_line(self._events, {
-            "type": "other_processes", "time_ns": time.monotonic_ns(),
-            "elapsed_ns": round(elapsed_s * 1e9), "processes": named,
-        })  # fmt: skip

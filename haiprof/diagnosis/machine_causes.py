@@ -16,6 +16,7 @@ from haiprof.diagnosis.thresholds import SAME_COUNT_RATIO
 from haiprof.diagnosis.verdict import Finding, gain_of, make_finding
 from haiprof.run_analysis.run_files import integer, number, objects, text
 from haiprof.run_analysis.settings import Placement
+from haiprof.run_format.environment import LOADER_WORKER
 
 DRIFT_PHASE_RATIO = 0.50
 """A phase is named where it makes this share of the growth. Own choice."""
@@ -118,7 +119,11 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
     threads = sum(inputs.settings[r].operator_threads or 0 for r in ranks if r in inputs.settings)
     by_threads = shared and threads > max(cores, len(ranks)) and not (spare or by_workers)
     fewer = "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
+    helper, used = _helper(inputs, inputs.hosts.get(rank))
+    by_helper = used > 0 and wanted - used <= cores
     remedies = (  # the first that is true
+        (by_helper, f"let {helper} run at a lower priority (nice 19), on cores of its own "
+         "(taskset), seldom, or after training: the job starts it (subprocess, multiprocessing)"),
         (by_workers, "do less per sample in the DataLoader's workers, which use "
          f"{units.number_text(loading)} cores: decode and tokenize once, ahead of training; or "
          f"{'allow the job' if spare else 'take a node with'} more cores; what fewer workers gain "
@@ -132,16 +137,21 @@ def _own_doing(inputs: RuleInputs, rank: int) -> Finding | None:
         (True, "allow the rank more cores (srun --cpus-per-task, docker --cpuset-cpus, a wider "
          f"taskset), or {fewer}"),
     )  # fmt: skip
+    title = f"too few cores{' for its loader workers' if by_workers else ''}: "
+    title += f"{units.ranks_text(ranks)} may use {cores}{of}"
+    if shared:
+        title = f"{units.ranks_text(ranks)} share {count}{of}"
+        title += f", with {threads} threads" * by_threads
+    if by_helper:
+        title = f"a process that the job has started uses {units.number_text(used)} of {count} "
+        title += f"({helper})"
     return make_finding(
-        f"{units.ranks_text(ranks)} share {count}{of}{f', with {threads} threads' * by_threads}"
-        if shared
-        else f"too few cores{' for its loader workers' if by_workers else ''}: "
-        f"{units.ranks_text(ranks)} may use {cores}{of}",
+        title,
         next(do for is_so, do in remedies if is_so), ("cores they may use", float(cores), "cores"),
         ("cores they use", busy, "cores"), ("cores they could use at least", wanted, "cores"),
         rule="shared_cores" if shared else "too_few_cores",
         cause=LOADER_WORKERS if by_workers else None, setting=SETS_THREADS if by_threads else "",
-        is_choice=spare or too_many or by_workers or by_threads,
+        is_choice=spare or too_many or by_workers or by_threads or by_helper,
     )  # fmt: skip
 
 
@@ -169,22 +179,35 @@ def _names_of_others(inputs: RuleInputs, host: str | None, cores_used: float) ->
 
     `: pytest, node` where that is more than the cores used in training: looks are once a minute.
     """
-    used, whole_ns = defaultdict[str, float](float), 0
-    nodes = (node for node in inputs.analyzer.files.nodes if node.host == host)
-    for line in (line for node in nodes for line in node.of_type("other_processes")):
-        elapsed_ns = integer(line.get("elapsed_ns")) or 0
-        whole_ns += elapsed_ns
-        for each in objects(line.get("processes")):
-            name = units.visible(text(each.get("name")) or "?")
-            used[name] += (number(each.get("cores")) or 0.0) * elapsed_ns
+    used = _cores_by_name(inputs, host, "processes")
     most = sorted(used, key=lambda name: -used[name])[:_NAMED_PROCESSES]
-    means = {name: used[name] / max(whole_ns, 1) for name in most}
-    means = {name: cores for name, cores in means.items() if cores >= _NAMED_CORES}
+    means = {name: used[name] for name in most if used[name] >= _NAMED_CORES}
     fits = sum(means.values()) <= cores_used
     named = [
         f"{name} {units.number_text(cores)}" if fits else name for name, cores in means.items()
     ]
     return f": {', '.join(named)}" if named else ""
+
+
+def _cores_by_name(inputs: RuleInputs, host: str | None, of: str) -> dict[str, float]:
+    """Cores used on a host by the `processes` of others, or those that ranks have `started`."""
+    used, whole_ns = defaultdict[str, float](float), 0
+    nodes = (node for node in inputs.analyzer.files.nodes if node.host == host)
+    for line in (line for node in nodes for line in node.of_type("other_processes")):
+        elapsed_ns = integer(line.get("elapsed_ns")) or 0
+        whole_ns += elapsed_ns
+        for each in objects(line.get(of)):
+            name = units.visible(text(each.get("name")) or "?")
+            used[name] += (number(each.get("cores")) or 0.0) * elapsed_ns
+    return {name: cores / max(whole_ns, 1) for name, cores in used.items()}
+
+
+def _helper(inputs: RuleInputs, host: str | None) -> tuple[str, float]:
+    """Of what ranks have started beside their loaders' workers the busiest, and its cores."""
+    started = _cores_by_name(inputs, host, "started")
+    if not started.pop(LOADER_WORKER, 0.0) and any(inputs.loader_workers.values()):
+        return "", 0.0  # of a torch that does not name them: they may be any of these
+    return max(started.items(), key=lambda each: each[1], default=("", 0.0))
 
 
 def shared_cores(inputs: RuleInputs, rank: int) -> tuple[tuple[Placement, ...], int]:

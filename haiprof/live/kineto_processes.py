@@ -24,7 +24,12 @@ from haiprof.linux.procfs import (
 )
 from haiprof.live.find import Progress, find_job, members, slurm_number
 from haiprof.run_format.control import read_object
-from haiprof.run_format.environment import RANK_VARIABLES, WORLD_VARIABLES, find_number
+from haiprof.run_format.environment import (
+    LOADER_WORKER,
+    RANK_VARIABLES,
+    WORLD_VARIABLES,
+    find_number,
+)
 from haiprof.run_format.layout import RunPaths
 
 STEP_SHARE = 0.5
@@ -102,7 +107,6 @@ APPEAR_S = 20.0
 """A process asks every 5 s; one that found no daemon at its start takes 10 s for each attempt."""
 _POLL_S = 0.5
 _SAME_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
-_LOADER_WORKER = "pt_data_worker"  # torch names their threads
 _COMPILERS = ("torch._inductor.compile_worker", "_inductor/compile_worker")
 
 
@@ -252,7 +256,7 @@ def _is_helper(pid: int) -> bool:
         return True  # gone
     command = command_line(pid)
     compiles = any(helper in word for word in command for helper in _COMPILERS)
-    return name == _LOADER_WORKER or compiles or is_launcher(command)
+    return name == LOADER_WORKER or compiles or is_launcher(command)
 
 
 def _ancestors(pid: int) -> list[int]:

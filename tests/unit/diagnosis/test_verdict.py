@@ -1093,6 +1093,30 @@ def test_neighbours_have_their_names(root: Path, times: float, said: str) -> Non
     assert said in judged(root).headline
 
 
+@pytest.mark.parametrize(
+    ("name", "workers", "said"),
+    [
+        ("ship_logs", 0, "a process that the job has started uses 0.80 of 2 cores (ship_logs)"),
+        ("ship_logs", 1, "too few cores"),  # of an older torch: that may be the worker
+        ("pt_data_worker", 1, "too few cores for its loader workers"),
+    ],
+)
+def test_a_process_of_the_jobs_own_that_takes_the_cores_has_its_name(
+    root: Path, name: str, workers: int, said: str
+) -> None:
+    write_cores(root, [Cores(main=0.94, workers=0.8, wait=0.4)])
+    if not workers:  # it is no worker
+        path = RunPaths(root).rank(0).events
+        lines = [line for line in path.read_text().splitlines() if "dataloader" not in line]
+        path.write_text("".join(f"{line}\n" for line in lines))
+    seen = [{"pid": 7, "name": name, "cores": 0.8}]
+    line = {"type": "other_processes", "elapsed_ns": NS_PER_S, "processes": [], "started": seen}
+    append_line(RunPaths(root).node("node0").events, line)
+    found = judged(root).findings[0]
+    assert found.title.startswith(said)
+    assert ("nice 19" in found.remedy) == (not workers)
+
+
 LINALG = (f"{SITE}/torch/functional.py", 100, "norm")
 LINEAR = (f"{SITE}/torch/nn/modules/linear.py", 100, "Linear.forward")
 

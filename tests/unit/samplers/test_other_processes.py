@@ -44,3 +44,5 @@ def test_busiest_processes_that_are_not_the_jobs_are_noted(tmp_path: Path) -> No
     named = {each["name"]: each["cores"] for each in line["processes"]}
     assert named == {"p50": 1.5, "p52": 0.5, "new": 0.25}
     assert line["elapsed_ns"] == 100e9
+    started = [(each["pid"], each["cores"]) for each in line["started"]]
+    assert started == [(901, 1.0)], "by the rank"
