@@ -728,6 +728,13 @@ _OF_MODEL = [code_samples.TRAINING_PHASES.index(name) for name in ("forward", "b
 _OF_TENSORS = (ledger.ACTIVITIES[ledger.OPERATORS], ledger.ACTIVITIES[ledger.NATIVE])
 _ELEMENT = re.compile(r"\[\s*\w+(?:\s*,\s*\w+)+\s*\]")
 """Takes one element of a tensor or an array: `self.m[t,p]`."""
+_ON_ARRAYS = re.compile(
+    r"\b(?:np|numpy|math|scipy)\.|\.(?:abs|all|any|arg\w+|bmm|clamp|clip|cum\w+|div|dot|eq|exp|float|"
+    r"gather|ge|gt|half|index_\w+|isin|item|le|long|lt|masked_\w+|matmul|max|mean|median|min|mm|mul|"
+    r"ne|nonzero|norm|numpy|pow|prod|quantile|reshape|scatter\w*|sigmoid|softmax|sqrt|std|sub|sum|"
+    r"tanh|tolist|topk|unique|var|view)\("
+)
+"""Calls that compute with arrays or tensors: other native code is a file, a database, a parser."""
 _BATCHED = (
     "batched operators, torch.stack, einsum, torch.vmap; of parameters, torch._foreach_* or what "
     "the optimizer has for it"
@@ -812,6 +819,14 @@ _OF_ACTIVITY = {
     "step",
     _UNKNOWN: "record more steps: samples of the stack tell what runs there",
 }
+_DATABASE = re.compile(
+    r"\.(?:commit|executemany|executescript)\(|\.execute\((?!\s*\w?[\"'(]+\s*(?i:select|with)\b)"
+)
+_OF_DATABASE = (
+    "each commit writes and syncs the database: commit once per step, or every N rows "
+    "(executemany); of SQLite also PRAGMA journal_mode=WAL and synchronous=NORMAL; or write from a "
+    "thread of its own, which takes the rows from a queue"
+)
 _OF_OBJECTS = re.compile(r"\b(?:all_gather|gather|scatter|broadcast|send|recv)_object")
 _OF_TRAINER = (
     "the trainer does it, not the line that calls it: see which of its callbacks, loggers, metrics "
@@ -842,7 +857,10 @@ def _code(question: Question) -> Finding:
     may_load = position in ("prepare", "between_steps") and not (has_loader or of_gradients)
     may_load &= position == "prepare" or _MAKES_BATCH.search(text) is not None
     is_outside = position not in _DO or may_load or of_gradients
-    of_tensors = account.activity in _OF_TENSORS or _ELEMENT.search(text) is not None
+    of_tensors = account.activity in _OF_TENSORS and (
+        account.does.startswith(("torch", "arithmetic")) or _ON_ARRAYS.search(text) is not None
+    )
+    of_tensors |= not account.activity.startswith("wait") and _ELEMENT.search(text) is not None
     of_tensors &= account.package == ledger.JOB and is_outside
     loop = _loop_kind(question) if of_tensors else 0
     other = account.also.activity if account.also else account.activity
@@ -857,6 +875,7 @@ def _code(question: Question) -> Finding:
          "exchange tensors (all_reduce, all_gather_into_tensor): objects are pickled, sent as bytes"
          " and built again on each rank; what stays Python data, less often"),
         *((part in called and "validate_args=False" not in text, do) for part, do in _OF_CALL),
+        (_DATABASE.search(every) is not None, _OF_DATABASE),
         (account.activity in _OF_ACTIVITY, _OF_ACTIVITY.get(account.activity, "")),
         (_is_in_trainer(account), _OF_TRAINER),
         (_is_in_accelerate(account), _OF_ACCELERATE),

@@ -136,6 +136,24 @@ def test_a_thread_that_is_ready_to_run_waits_for_nothing(
     assert shares(table_of(part), "input") == {expected: 1}
 
 
+@pytest.mark.parametrize(("wait", "expected"), [
+    ("f00", "wait: file"),
+    ("f-0000", "wait: file"),  # off its core a third of the time; what for is seen once
+    ("f0000", {"wait: file": 0.2, "operators": 0.8}),
+    ("s0", "wait: socket"),
+    ("-0", "operators"),  # nothing says what it waited for
+    ("l-0", {"wait: lock": 1 / 3, "operators": 2 / 3}),  # its threads' barrier: it computes
+])  # fmt: skip
+def test_a_call_that_sleeps_for_a_file_again_and_again_waits_for_it(
+    wait: str, expected: str | dict[str, float]
+) -> None:
+    """A commit of sqlite sleeps ten times; between these it works, or has no core."""
+    commits = (MAIN, (*LOG, "self.db.commit()"))
+    part = Part(position="between_steps", stack=commits, ms=30, wait=wait, queued=0.0)
+    found = shares(table_of(part), "between_steps")
+    assert found == pytest.approx({expected: 1} if isinstance(expected, str) else expected)
+
+
 def test_waiting_for_a_core_is_where_the_kernel_counted_it() -> None:
     """Three in four of its time in forward, none in backward."""
     table = table_of(
@@ -200,6 +218,7 @@ def test_a_wait_of_many_short_ones_is_for_a_core_as_far_as_the_thread_queued() -
     )
     found = shares(table, "input")
     assert found == pytest.approx({"wait: file": 0.5, "no core": 0.5}, abs=0.05)
+    assert shares(table, "forward") == pytest.approx({"operators": 1.0}, abs=0.05)
 
 
 def test_python_in_a_backward_is_not_the_link() -> None:

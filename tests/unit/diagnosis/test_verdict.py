@@ -806,6 +806,38 @@ def test_without_a_loader_what_precedes_forward_may_be_of_the_last_step(
 
 
 @pytest.mark.parametrize(
+    ("code", "waits", "does", "remedy"),
+    [
+        ("self.db.commit()", "f0", "waiting for a file", "commit once per step, or every N rows"),
+        ("self.db.commit()", "0", "native code", "commit once per step, or every N rows"),
+        ("cur.executemany(SQL, rows)", "s", "waiting for a network peer", "commit once per step"),
+        ("self.out.write(row)", "f", "waiting for a file", "write less often and more at once"),
+        ("self.peer.send(row)", "s0", "waiting for a network peer", "ask less often, or from"),
+        ("self.tokenizer.encode(row)", "0", "native code", "in another process, or not at all"),
+        ("json.loads(row)", "0", "native code", "in another process, or not at all"),
+        ("np.linalg.norm(row)", "0", "native code", "with whole tensors: (a == b).sum()"),
+        ("row.eq(best).sum()", "0", "native code", "with whole tensors: (a == b).sum()"),
+        ("row * weight", "0", "arithmetic on tensors", "with whole tensors: (a == b).sum()"),
+    ],
+)  # fmt: skip
+def test_only_a_loop_that_computes_is_told_to_do_all_at_once(
+    root: Path, code: str, waits: str, does: str, remedy: str
+) -> None:
+    """A loop whose rounds do not need one another, whatever the code in it does."""
+    write_story(root, lambda *_: (0.0, *BALANCED[1:]), after_ms=9.0)
+    line = (SCRIPT, (*MAIN, "", 0, 39), (*job(16, "Table.add"), code, 0, 15, INDEPENDENT))
+    stacks = USUAL | {"other": line}
+    taken = sample(RunFrames(root), lambda phase, _: stacks.get(phase, (SCRIPT, MAIN)), rank=0)
+    states = itertools.cycle(waits)
+    seen = "".join(next(states) if stack is line else "0" for _, stack in taken)
+    write_stacks(RunPaths(root).rank(0).stacks, taken, lock="0" * len(taken), kernel_waits=seen)
+    found = judged(root).findings[0]
+    assert f"Table.add (train.py:16 {code}), {does}" in found.title
+    assert remedy in found.remedy
+    assert ("whole tensors" in found.remedy) == ("whole tensors" in remedy)
+
+
+@pytest.mark.parametrize(
     ("code", "inside", "lock", "title", "remedy"),
     [
         ("sum(p.grad.pow(2).sum() for p in ps)", (), "0", "torch operators", "all gradients at"),
