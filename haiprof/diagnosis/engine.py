@@ -304,8 +304,9 @@ def _finding(
         missing = () if fact.lost_ratio is None else fact.missing  # its price, which is known now
         return replace(fact, lost_ratio=ratio, gain=gain, severity=severity, missing=missing)
     question = explanations.Question(
-        inputs=inputs, samples=samples, account=account, mean_ns=ledger.mean_ns
-    )
+        inputs=inputs, samples=samples, account=account, mean_ns=ledger.mean_ns,
+        collections_ns=found.collections_ns(account),
+    )  # fmt: skip
     if account.explanation == "ranks_uneven" and found.late is not None:
         extra_ns = found.late.extra_ns  # of which others may still have to wait for someone else
         extra_ns = gain_ns if gain_ns < found.late.goes * extra_ns / 2 else extra_ns

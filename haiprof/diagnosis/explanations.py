@@ -48,6 +48,7 @@ WHERE = {
 }  # fmt: skip
 """How a title names a position."""
 _UNKNOWN = ledger.ACTIVITIES[ledger.UNKNOWN]
+_COLLECTION = ledger.ACTIVITIES[ledger.COLLECTION]
 _MAYBE_OF_OTHERS = ("few_workers", "no_workers", "cores_full", "slow_samples", "part_of_run")
 """Causes of waiting for the loader's workers that may be other processes' doing."""
 _TOLD_OF_INPUT = ("epoch_restart", "part_of_run", "slow_samples")
@@ -81,6 +82,8 @@ class Question:
     samples: code_samples.CodeSamples
     account: Account
     mean_ns: float
+    collections_ns: float = 0.0
+    """Of the account, the garbage collections that begin in it."""
 
     @property
     def share(self) -> float:
@@ -127,6 +130,10 @@ def explain(question: Question) -> Finding:
     said = (_BY_KEY.get(account.explanation) or by_activity or by_position)(question)
     if more := _MORE.get(account.activity):
         said = more(question, said)
+    ns = question.collections_ns
+    if account.activity != _COLLECTION and ns >= _LEAST_RATIO * account.ns_per_step:
+        causes = f", with the garbage collections that it causes ({duration_text(ns)})"
+        said = replace(said, title=said.title + causes)
     if paid := re.match(r"every \d+\w\w step", account.when):  # so it is done every N steps already
         remedy = said.remedy.replace("every N steps", f"less often than {paid[0]}")
         said = replace(said, remedy=remedy)

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,6 +71,8 @@ _SAVES = re.compile(
 """What a trainer makes a checkpoint in: preparing what is saved costs time, too."""
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
+_COLLECTING_MIN = 8
+"""So many samples within collections tell where they begin."""
 _SHARDED = re.compile(
     r"/torch/distributed/(?:_?fsdp|_composable|tensor|optim)/|/deepspeed/|/megatron/"
 )
@@ -312,6 +315,71 @@ def join_restarts(table: ledger.TimeTable, found: Sequence[Opportunity]) -> list
             kept.append(each)
     joined = [opportunity(table, np.concatenate(rows), None)] if rows else []
     return kept + [replace(each, activity=ledger.LOADER_WAIT) for each in joined]
+
+
+class Collecting(NamedTuple):
+    """Samples at which a garbage collection stopped training."""
+
+    rank: Ints
+    position: Ints
+    stack: Ints
+
+
+def join_collections(
+    table: ledger.TimeTable, found: Sequence[Opportunity], seen: Collecting
+) -> tuple[ledger.TimeTable, list[Opportunity]]:
+    """Each code with the collections that begin in it, where its own work takes longer than these.
+
+    Whoever makes so many objects causes both. Elsewhere they take long because of what is alive.
+    """
+    number = next((n for n, each in enumerate(found) if each.activity == ledger.COLLECTION), None)
+    if number is None or len(seen.stack) < _COLLECTING_MIN:
+        return table, list(found)
+    pauses, places = found[number], range(len(found))
+    owner = _find_holders(table, found)[innermost_stack(table.tree)[seen.stack]]
+    # [opportunity, row of collections]: how many samples, of how many
+    rank, position = table.rank[pauses.rows], table.cell[pauses.rows]
+    inside = (seen.rank[:, None] == rank) & (seen.position[:, None] == position)
+    count = np.array([inside[owner == each].sum(axis=0) for each in places])
+    share = count / np.maximum(inside.sum(axis=0), 1)
+    caused_ns = share @ table.ns[pauses.rows]
+    joined, left = list(found), np.ones(len(pauses.rows))
+    for each in places:
+        one = found[each]
+        if not 0 < caused_ns[each] < table.ns[one.rows].sum():
+            owner[owner == each] = -1
+            continue
+        at = np.flatnonzero(count[each])
+        table, new = table.split(pauses.rows[at], share[each, at] / left[at])
+        left[at] -= share[each, at]
+        stacks = [seen.stack[(owner == each) & inside[:, row]] for row in at]
+        for column, values in (
+            (table.stack, [int(np.bincount(own).argmax()) for own in stacks]),
+            (table.count, count[each, at]), (table.work, one.activity),
+        ):  # fmt: skip
+            column[new] = values
+        joined[each] = replace(one, rows=np.concatenate([one.rows, new]))
+    rest = seen.stack[owner < 0]
+    if len(rest) >= _COLLECTING_MIN:
+        joined[number] = replace(pauses, at=main_place(table.tree, rest, np.ones(len(rest))))
+    return table, joined
+
+
+def _find_holders(table: ledger.TimeTable, found: Sequence[Opportunity]) -> Ints:
+    """Per stack: the code opportunity that has most of its time, or of its callers'; -1: none."""
+    tree, inner = table.tree, innermost_stack(table.tree)[table.stack]
+    size, rest = len(tree.place), np.ones(len(table.ns), dtype=np.bool_)
+    ns = np.zeros((len(found) + 1, size))
+    for each, row in zip(found, ns, strict=False):
+        rest[each.rows] = False
+        if each.at is not None and each.activity not in ledger.NO_LINE:
+            row += np.bincount(inner[each.rows], table.ns[each.rows], size)
+    ns[-1] = np.bincount(inner[rest], table.ns[rest], size)
+    owner = np.where(ns.any(axis=0), ns.argmax(axis=0), -1)
+    owner[0] = len(found)
+    for stack in np.flatnonzero(owner < 0).tolist():  # callers come first
+        owner[stack] = owner[tree.parent[stack]]
+    return np.where(owner < len(found), owner, -1)
 
 
 def join_received(

@@ -39,8 +39,6 @@ _MOST_SPLIT = 0.95
 """No more of the model's own operators is called avoidable."""
 _SLOWEST_RATIO = 1.2
 """A rank that spends so many times the mean of all ranks on an account is named."""
-_COLLECTING_MIN = 8
-"""So many samples within collections tell where they begin."""
 _ONE_RANK = 0.8
 """Where one of several ranks has so much of an account, it is about that rank."""
 _ALSO_RATIO = 0.25
@@ -64,6 +62,12 @@ class RunLedger:
     table: TimeTable
     rows: tuple[Ints, ...]
     """Rows of the table by account."""
+
+    def collections_ns(self, account: Account) -> float:
+        """What an account takes of the mean step in garbage collections."""
+        rows = self.rows[self.ledger.accounts.index(account)]
+        collects = self.table.activity[rows] == ledger.COLLECTION
+        return self.time.mean_of(self.table, rows[collects])
 
     def series(self, account: int) -> Floats:
         """[step of `time.step`]: what an account takes, of the one rank that has it or on average.
@@ -143,10 +147,12 @@ def run_ledger(
     table = _keep_needed_elsewhere(table, inputs)
     table, loops = find_loops(table, samples, time, inputs.traces.lines)
     found = opportunities.find_opportunities(table, loops.found)
-    for place, each in enumerate(found):
-        if each.activity == ledger.COLLECTION:
-            at = _asked_collections(inputs) or _collecting_place(samples, parts)
-            found[place] = replace(each, at=at)
+    asked, seen = _asked_collections(inputs), _while_collecting(samples, parts)
+    if asked is not None:
+        found = [replace(each, at=asked) if each.activity == ledger.COLLECTION else each
+                 for each in found]  # fmt: skip
+    else:
+        table, found = opportunities.join_collections(table, found, seen)
     restarts = restarts_workers(inputs)
     found = opportunities.join_restarts(table, found) if restarts else found
     waits = not restarts and ledger.workers_hand_over(samples, time.slowest)
@@ -222,18 +228,20 @@ def _asked_collections(inputs: RuleInputs) -> CodePlace | None:
     )  # fmt: skip
 
 
-def _collecting_place(samples: CodeSamples, parts: Sequence[RankSamples]) -> CodePlace | None:
-    """The line at which most collections stop training: what allocates there brings them about."""
-    stacks = [np.empty(0, dtype=np.int64)]
+def _while_collecting(
+    samples: CodeSamples, parts: Sequence[RankSamples]
+) -> opportunities.Collecting:
+    """Samples at which a collection stopped training: what allocates there brings it about."""
+    found = [np.empty((3, 0), dtype=np.int64)]
     free = (samples.worker < 0) & (samples.position < 0)
     for rank in parts:
         at = np.flatnonzero(free & (samples.rank == rank.rank))
         place = rank.positions.at(samples.time_ns[at] - rank.wall_offset_ns)
         collects = (place >= 0) & np.append(rank.positions.collecting, False)[place]
-        stacks.append(samples.stack[at[collects]])
-    found = np.concatenate(stacks)
-    few = len(found) < _COLLECTING_MIN
-    return None if few else opportunities.main_place(samples.tree, found, np.ones(len(found)))
+        own = np.full(int(collects.sum()), rank.rank)
+        position = rank.positions.position[place[collects]]
+        found.append(np.stack([own, position, samples.stack[at[collects]]]))
+    return opportunities.Collecting(*np.concatenate(found, axis=1))
 
 
 def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:

@@ -168,13 +168,13 @@ class TimeTable:
         return take_rows(self, rows)
 
     def split(
-        self, rows: Ints, share: float, *, needed: bool | None = None
+        self, rows: Ints, share: float | Floats, *, needed: bool | None = None
     ) -> tuple[TimeTable, Ints]:
         """The table with a share of some rows moved to new ones at its end, and the new rows.
 
         These are `needed` or not, as given; None: as the rows that they are of.
         """
-        share = min(max(share, 0.0), 1.0)  # of what many shares have left, rounding takes more
+        share = np.clip(share, 0.0, 1.0)  # of what many shares have left, rounding takes more
         part = self.take(rows)
         columns = {
             name: np.concatenate([getattr(self, name), getattr(part, name)]) for name in _COLUMNS

@@ -773,6 +773,31 @@ def test_what_the_model_does_in_a_part_of_the_steps_alone_is_said(root: Path) ->
     assert ", paid until step 9" in said
 
 
+@pytest.mark.parametrize(("own_ms", "pause_ms"), [(9, 6), (4, 11)])
+def test_collections_are_of_the_line_that_makes_the_objects_where_its_work_is_longer(
+    root: Path, own_ms: int, pause_ms: int
+) -> None:
+    """After each step a line makes objects, until the collector stops it: 15 ms in all."""
+    own_ns, pause_ns = own_ms * NS_PER_MS, pause_ms * NS_PER_MS
+    write_spans(root, lambda _, now: [(now + own_ns, pause_ns)])
+    own = USUAL | dict.fromkeys(("other", "gc"), (SCRIPT, MAIN, LOG))
+    write_samples(root, lambda phase, _: own[phase], lock="h")
+    verdict = judged(root)
+    assert verdict.ledger is not None
+    assert verdict.ledger.sum_error_ns == pytest.approx(0, abs=1)
+    found = {each.rule: each for each in verdict.findings}
+    rows = verdict.ledger.largest()
+    ms = {each.rule: rows[n].gain_ns / NS_PER_MS for n, each in enumerate(verdict.findings)}
+    if own_ms > pause_ms:
+        title = found["outside_the_model"].title
+        assert re.search(r"with the garbage collections that it causes \(5\.9\d ms\)", title)
+        assert ms == pytest.approx({"outside_the_model": 15}, abs=1)
+    else:
+        assert "mostly in log (train.py:70" in found["garbage_collection"].title
+        assert "gc.freeze()" in found["garbage_collection"].remedy
+        assert ms == pytest.approx({"outside_the_model": 4, "garbage_collection": 11}, abs=1)
+
+
 def test_code_that_runs_in_several_positions_is_not_said_to_be_in_one(root: Path) -> None:
     write_sampled(root, lambda *_: BALANCED, {"other": (SCRIPT, MAIN, LOG)}, "h", gap_ms=3.0)
     found = judged(root).findings[0]
