@@ -17,7 +17,15 @@ import numpy as np
 from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Bools
 from haiprof.base.ledger import GROWING, Account, activity_words, expression_text
-from haiprof.base.units import bytes_text, duration_text, ranks_text, ratio_text, shorten, visible
+from haiprof.base.units import (
+    NS_PER_S,
+    bytes_text,
+    duration_text,
+    ranks_text,
+    ratio_text,
+    shorten,
+    visible,
+)
 from haiprof.diagnosis import machine_causes, opportunities
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import MAKES_LOADER, less_per_sample, loader_cause
@@ -367,13 +375,29 @@ def _polling(question: Question) -> Finding:
     chosen, used = _other_threads(question)
     lines = code_lines(_without_waits(chosen), "a core, in another thread", used)[:1]
     makes = f" ({', '.join(line.location for line in lines)})" if lines else ""
+    pause = _SLEEPS.search(question.account.expression or "")
+    ns = float(pause[1]) * NS_PER_S if pause else None
+    length = f" of {duration_text(ns)}" if ns else ""
+    longer = duration_text(ns / 2) if ns else "half its length"
+    do = f"from another process {_FROM_PROCESS}"
+    if len(question.inputs.world) > 1:
+        do = f"from another rank {_FROM_RANK}"
+    if lines or len(question.inputs.world) == 1:
+        do = f"from another thread {_FROM_THREAD}; {do}"
     return Finding(
         rule="polling",
         title=f"waiting, in sleeps, for what another thread or process makes: "
         f"{_function_text(question.account)}, {question.amount}",
-        remedy=f"shorten what makes it{makes}, or begin it earlier; the sleep alone costs no more "
-        "than it overshoots: queue.Queue or threading.Condition wait without it",
+        remedy=f"a sleep{length} ends {longer} too late on average: take it {do}; or sleep "
+        f"shorter. What is left then is what makes it{makes}: shorten that, or begin it earlier",
     )
+
+
+_SLEEPS = re.compile(r"\bsleep\(\s*(\d+\.?\d*|\.\d+)\s*\)")
+_FROM_THREAD = "by queue.Queue, threading.Event or threading.Condition"
+_FROM_PROCESS = "by multiprocessing.Queue, Event or Pipe"
+_FROM_RANK = "by torch.distributed.broadcast, or store.wait(), without files"
+"""What wakes who waits at once."""
 
 
 def _with_holder(question: Question, said: Finding) -> Finding:

@@ -21,7 +21,7 @@ from haiprof.diagnosis.verdict import CodeLine, as_document
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.stack_lines import INDEPENDENT
+from haiprof.run_format.stack_lines import INDEPENDENT, OPERATIONS_BIT, RECURRENCE
 from haiprof.run_format.tables import CGROUP
 from haiprof.run_format.writer import append_line
 from haiprof.show.card import verdict_card, view_text
@@ -43,6 +43,7 @@ from tests.unit.diagnosis.stories import (
     START_NS,
     PhaseTimes,
     counters,
+    find,
     judged,
     note,
     placed,
@@ -796,6 +797,27 @@ def test_collections_are_of_the_line_that_makes_the_objects_where_its_work_is_lo
         assert "mostly in log (train.py:70" in found["garbage_collection"].title
         assert "gc.freeze()" in found["garbage_collection"].remedy
         assert ms == pytest.approx({"outside_the_model": 4, "garbage_collection": 11}, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code", "said", "unsaid"),
+    [
+        (1, "time.sleep(0.05)", "a sleep of 50.0 ms ends 25.0 ms too late on average: take it from "
+         "another thread by queue.Queue", "torch.distributed"),
+        (1, "time.sleep(PAUSE)", "a sleep ends half its length too late on average", "torch.dist"),
+        (2, "time.sleep(0.05)", "take it from another rank by torch.distributed.broadcast, or "
+         "store.wait()", "queue.Queue"),
+    ],
+)  # fmt: skip
+def test_a_poll_is_told_what_wakes_it_in_time(
+    root: Path, ranks: int, code: str, said: str, unsaid: str
+) -> None:
+    """A rank waits in sleeps; of several, the others do not exist for queues of threads."""
+    asks = (SCRIPT, (*job(17, "wait_for_plan"), code, 0, 16, RECURRENCE | 1 << OPERATIONS_BIT))
+    write_sampled(root, lambda *_: BALANCED, {"other": asks}, ranks=ranks, after_ms=20.0)
+    found = find(judged(root), "polling")
+    assert said in found.remedy
+    assert unsaid not in found.remedy
 
 
 def test_code_that_runs_in_several_positions_is_not_said_to_be_in_one(root: Path) -> None:
