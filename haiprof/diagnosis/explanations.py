@@ -434,16 +434,37 @@ def _interpreter_lock(question: Question) -> Finding:
     lines = code_lines(chosen.take(~ledger.waiting_stacks(chosen.tree)[chosen.stack]), of, used)
     seen = () if lines else code_lines(chosen, of, used)
     within = f", in {seen[0].function}," if seen else ""
+    spins = _spins(chosen)
     return make_finding(
-        f"another Python thread{within} holds the interpreter lock (GIL): training waits for it, "
-        f"{question.amount}",
-        "move that thread's work to another process (multiprocessing, subprocess, a "
+        f"another Python thread{within}{' spins, and' * spins} holds the interpreter lock (GIL): "
+        f"training waits for it, {question.amount}",
+        "it looks at a clock or a flag again and again: let it wait in between, in "
+        "threading.Event.wait(seconds), which also ends at once when the event is set, or in "
+        "time.sleep"
+        if spins
+        else "move that thread's work to another process (multiprocessing, subprocess, a "
         "DataLoader worker), do less of it, or use code that releases the GIL",
         ("CPU of other Python threads", used, "cores"),
         rule="interpreter_lock",
         code_lines=lines,
         missing=("its line: it was seen where it waits",) if seen else (),
     )
+
+
+_ASKS = re.compile(
+    r"(?:time\.)?(?:time|monotonic|perf_counter)(?:_ns)?\(\)|"
+    r"[\w.]+\.(?:is_set|empty|qsize|done|poll)\(\)|while (?:not )?[\w.]+:"
+)
+"""A look at a clock or a flag, which takes no time to speak of beside any work."""
+_ASKING = 1 / 3
+
+
+def _spins(samples: code_samples.CodeSamples) -> bool:
+    """Whether a considerable part of some threads' time is looks at a clock or a flag."""
+    tree, ns = samples.tree, samples.weight_ns
+    asks = np.array([*(_ASKS.match(f.expression) is not None for f in tree.frames), False])
+    asking = asks[tree.place[innermost_stack(tree)]][samples.stack]
+    return bool(ns[asking].sum() > _ASKING * ns.sum())
 
 
 def _no_core(question: Question) -> Finding:

@@ -1296,6 +1296,25 @@ def test_who_holds_the_lock_and_is_seen_where_it_waits_has_no_line(
     assert "200 of 200 looks found them where they wait" in notes[-1]
 
 
+@pytest.mark.parametrize(
+    ("code", "spins"),
+    [
+        ("time.time()", True), ("self.stopped.is_set()", True), ("monotonic_ns()", True),
+        ("while not self.done: idle = time.time() - self.last", True),
+        ("tokenize(self.rows[i])", False), ("while i < n: i += f(i)", False),
+        ("self.time(row)", False), ("", False),
+    ],
+)  # fmt: skip
+def test_a_thread_that_only_looks_at_a_clock_or_a_flag_is_told_to_wait(
+    root: Path, code: str, spins: bool
+) -> None:
+    write_lock(root, (*job(14, "Watchdog.run", "cache.py"), code, 0, 13, RECURRENCE))
+    first = judged(root).findings[0]
+    assert first.title.startswith(f"another Python thread{' spins, and' * spins} holds the inter")
+    assert ("threading.Event.wait(seconds)" in first.remedy) == spins
+    assert ("to another process" in first.remedy) != spins
+
+
 def test_who_holds_the_lock_has_the_line_at_which_it_does_not_wait(root: Path) -> None:
     write_lock(root, SLEEPING)
     path = RunPaths(root).rank(0).stacks
