@@ -141,7 +141,8 @@ def explain(question: Question) -> Finding:
     ns = question.collections_ns
     if account.activity != _COLLECTION and ns >= _LEAST_RATIO * account.ns_per_step:
         causes = f", with the garbage collections that it causes ({duration_text(ns)})"
-        said = replace(said, title=said.title + causes)
+        evidence = (*said.evidence, *evidence_rows(*_pauses(question)))
+        said = replace(said, title=said.title + causes, evidence=evidence)
     if paid := re.match(r"every \d+\w\w step", account.when):  # so it is done every N steps already
         remedy = said.remedy.replace("every N steps", f"less often than {paid[0]}")
         said = replace(said, remedy=remedy)
@@ -492,10 +493,18 @@ def _no_core(question: Question) -> Finding:
     )
 
 
+def _pauses(question: Question) -> tuple[tuple[str, float, str], ...]:
+    pauses = question.inputs.pauses.filter(phase=GC_PHASE)["duration_ns"]
+    longest = float(number(pauses.max()) or 0)
+    return (
+        ("pauses of 0.2 ms and more", float(len(pauses)), "count"),
+        ("longest pause", longest, "ns"),
+    )
+
+
 def _collections(question: Question) -> Finding:
     inputs, account = question.inputs, question.account
-    pauses = inputs.pauses.filter(phase=GC_PHASE)["duration_ns"]
-    longest = float(number(pauses.max()) or 0)
+    pauses = _pauses(question)
     looks = (settings.looks for settings in inputs.settings.values())
     calls = [(look.collect_file, look.collect_line) for look in looks]
     asked = account.line is not None and (account.file, account.line) in calls
@@ -506,15 +515,14 @@ def _collections(question: Question) -> Finding:
     device = ", and GPU memory only if a reference cycle holds tensors" * inputs.uses_gpu
     return make_finding(
         f"garbage collection stops training, {question.amount}, up to "
-        f"{duration_text(longest)} at once{by}",
+        f"{duration_text(pauses[1][1])} at once{by}",
         "remove gc.collect() from the loop, or call it every few hundred steps; it frees "
         f"nothing but reference cycles{device}"
         if asked
         else "call gc.freeze() once the model and data are built; then gc.disable(), and "
         "gc.collect(1) every few hundred steps on all ranks alike; look for what makes objects and "
         f"reference cycles{there} (closures, kept exceptions)",
-        ("pauses of 0.2 ms and more", float(len(pauses)), "count"),
-        ("longest pause", longest, "ns"),
+        *pauses,
         rule="garbage_collection",
         cause="explicit" if asked else None,
     )

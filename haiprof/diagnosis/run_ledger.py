@@ -147,7 +147,7 @@ def run_ledger(
     table = _keep_needed_elsewhere(table, inputs)
     table, loops = find_loops(table, samples, time, inputs.traces.lines)
     found = opportunities.find_opportunities(table, loops.found)
-    asked, seen = _asked_collections(inputs), _while_collecting(samples, parts)
+    asked, seen = _asked_collections(inputs), _find_pause_samples(samples, parts)
     if asked is not None:
         found = [replace(each, at=asked) if each.activity == ledger.COLLECTION else each
                  for each in found]  # fmt: skip
@@ -228,7 +228,7 @@ def _asked_collections(inputs: RuleInputs) -> CodePlace | None:
     )  # fmt: skip
 
 
-def _while_collecting(
+def _find_pause_samples(
     samples: CodeSamples, parts: Sequence[RankSamples]
 ) -> opportunities.Collecting:
     """Samples at which a collection stopped training: what allocates there brings it about."""

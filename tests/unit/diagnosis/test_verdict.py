@@ -793,6 +793,7 @@ def test_collections_are_of_the_line_that_makes_the_objects_where_its_work_is_lo
         title = found["outside_the_model"].title
         assert re.search(r"with the garbage collections that it causes \(5\.9\d ms\)", title)
         assert ms == pytest.approx({"outside_the_model": 15}, abs=1)
+        assert "longest pause" in {row.name for row in found["outside_the_model"].evidence}
     else:
         assert "mostly in log (train.py:70" in found["garbage_collection"].title
         assert "gc.freeze()" in found["garbage_collection"].remedy
