@@ -20,7 +20,6 @@ from haiprof.diagnosis.loader_causes import restarts_workers
 from haiprof.diagnosis.machine_causes import find_larger_inputs, shared_cores, used_by_others
 from haiprof.diagnosis.opportunities import CodePlace, Opportunity, opportunity
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
-from haiprof.diagnosis.settings_facts import SEEN_IN
 from haiprof.diagnosis.small_operators import Recurrence, find_loops, give_lines
 from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis import ledger, lines
@@ -391,7 +390,7 @@ def _split_setting(
         table, taken = table.split(np.flatnonzero(slow), setting.python_ratio, needed=False)
         own = replace(opportunity(table, taken, None), key=setting.rule)
         return table, [*found, replace(own, spread=setting.python_spread)]
-    is_seen = table.tree.within(SEEN_IN.get(setting.rule, ()))[table.stack]
+    is_seen = table.tree.runs(setting.seen_in)[table.stack]
     seen = np.flatnonzero(is_seen & (table.position != COMPILE))
     inside = np.isin(table.position, [POSITIONS.index(phase) for phase in setting.phases])
     rows = np.setdiff1d(np.flatnonzero(table.needed & inside), seen)
@@ -416,6 +415,7 @@ def _split_setting(
         found = [replace(each, rows=np.setdiff1d(each.rows, seen)) for each in found]
     if not len(taken):
         return table, [*found]
+    unsure_ns += setting.unsure_ratio * time.mean_of(table, taken)
     own = replace(opportunity(table, taken, None), key=setting.rule, unsure_ns=unsure_ns)
     # Also where it is mostly waiting for ranks: each of them is late at times, and all gain.
     return table, [*found, replace(own, activity=LINK_WAIT) if setting.exchange_ratio else own]

@@ -13,8 +13,9 @@ from typing import Literal
 
 import numpy as np
 
+from haiprof.base.code_places import place_text
 from haiprof.base.ledger import PROBLEM_RATIO
-from haiprof.base.units import ranks_text, ratio_text
+from haiprof.base.units import ranks_text, ratio_text, visible
 from haiprof.diagnosis.machine_causes import SETS_THREADS, used_by_others
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, typical_rank, usual_split
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
@@ -49,9 +50,9 @@ _FLOAT64_RATIO = 0.5
 at most half as many, and most do 1/32 or 1/64 (Intel SDM, packed double precision; CUDA C++
 Programming Guide, throughput of native arithmetic instructions). Measured: 2.0 times as long for
 large products, 3.3 for convolutions (settings_price.md)."""
-SEEN_IN: Mapping[str, tuple[str, ...]] = {"anomaly_detection": ("/traceback.py", "/linecache.py")}
-"""By setting: files whose code runs in the training thread for its sake. Autograd's anomaly
-detection writes down the stack of each operator that it is to name in its errors."""
+_WRITES_STACKS = (("/traceback.py", ""), ("/linecache.py", ""))
+"""Autograd's anomaly detection writes down the stack of each operator that it is to name in its
+errors."""
 _CHECKS_RATIO = 1.0
 """What looking through each gradient for NaN takes beside that: 0.7 to 2.0 times as much, measured
 on an MLP, a transformer, convolutions and LSTM cells, in turns with and without (torch 2.13)."""
@@ -147,7 +148,7 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
     weight, seen, title = samples.weight_ns[chosen], None, "anomaly detection is on"
     known = [] if inputs.uses_gpu else [PRICES["anomaly"].lost_ratio(inputs, on=ratio)]
     if int(chosen.sum()) >= MIN_COUNT and weight.sum():
-        inside = samples.tree.within(SEEN_IN["anomaly_detection"])[samples.stack[chosen]]
+        inside = samples.tree.runs(_WRITES_STACKS)[samples.stack[chosen]]
         seen = float(weight[inside].sum()) / float(weight.sum())
         known.append(min((1 + _CHECKS_RATIO) * seen, 1.0))
     if seen:
@@ -164,6 +165,7 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
         setting=r"(set_)?detect_anomaly\((?!False|mode=False)|\w+\(.*\bdetect_anomaly=True",
         lost_ratio=max(known, default=None),
         phases=MODEL,
+        seen_in=_WRITES_STACKS,
         rank=ranks[0] if len(ranks) == 1 < len(inputs.world) else None,
     )
 
@@ -211,6 +213,39 @@ def tracemalloc(inputs: RuleInputs) -> Finding | None:
         python_spread=(least / usual, most / usual),
         setting=r"tracemalloc\.start\(",
     )
+
+
+@_setting()
+def call_hook(inputs: RuleInputs) -> Finding | None:
+    """Python calls a function at each call, or line, of the job's: sys.setprofile, sys.settrace."""
+    # What is sampled in that function is its price. That each call takes longer until it is in
+    # there is not: it stands at the lines that call.
+    on = [
+        ((hook.count or 0) / max(each.looks.hook_look_count or 0, 1), rank, hook)
+        for rank, each in inputs.settings.items()
+        for hook in each.looks.hooks
+    ]
+    ratio, rank, hook = max(on, key=lambda one: (one[0], -one[1]), default=(0.0, 0, None))
+    if hook is None or ratio < SWITCHED_ON_RATIO:
+        return None
+    sets, name = str(hook.sets), visible(hook.function or "?")
+    seen_in: tuple[tuple[str, str], ...] = ()
+    ranks = {each[1] for each in on if each[0] >= SWITCHED_ON_RATIO}
+    if hook.file is not None:
+        name = place_text(hook.file, hook.line, hook.function or "")
+        seen_in = ((hook.file, hook.function or ""),)
+    every = "call, return and line" if sets == "sys.settrace" else "call and return"
+    return make_finding(
+        f"{sets} is on: {name} is called at each {every} of the training thread",
+        f"remove what sets it ({sets}, cProfile, coverage, a debugger), or set it for a few steps: "
+        "haiprof itself needs none",
+        ("share of checks that found it on", ratio, "ratio"),
+        confidence=0.9, setting=rf"{sets.removeprefix('sys.')}\((?!None)", seen_in=seen_in,
+        missing=("how much longer each call takes until it is in that function: the gain is at "
+                 "least what is seen inside it",) if seen_in
+        else ("what it costs: it is written in C, and slows each call",),
+        rank=rank if len(ranks) == 1 < len(inputs.world) else None,
+    )  # fmt: skip
 
 
 @_setting()
@@ -436,6 +471,48 @@ def mkldnn_off(inputs: RuleInputs) -> Finding | None:
         confidence=0.7,
         setting=r"([\w.]+\.)?mkldnn\.enabled = False|flags\(.*\benabled=False",
     ), price)  # fmt: skip
+
+
+_LIKE_FORWARD = 0.7
+"""Backward of a model takes at least so much of what its share of forward says."""
+
+
+@_setting()
+def unused_gradients(inputs: RuleInputs) -> Finding | None:
+    """Gradients are computed that no optimizer uses."""
+    # How long a model's backward takes is known by its share of forward, where the model was called
+    # by itself, none of it is trained, and no gradient goes on through it to something that is.
+    rank, unused = max(
+        ((rank, [x for x in each.unused_gradients if x.tensor_count])
+         for rank, each in inputs.settings.items()),
+        key=lambda own: (sum(x.number_count or 0 for x in own[1]), -own[0]),
+    )  # fmt: skip
+    if not unused:
+        return None
+    tensors, numbers = (
+        float(sum(n or 0 for n in counts))
+        for counts in ((x.tensor_count for x in unused), (x.number_count for x in unused))
+    )
+    alone = {x.root for x in unused if x.stepped_count == x.passed_count == 0 and x.complete}
+    forward = inputs.analyzer.forward_ns(rank)
+    share = sum(forward.get(root or 0, 0) for root in alone) / max(sum(forward.values()), 1)
+    lost = None if inputs.uses_gpu else share * touched_ratio(inputs, ("backward",)) or None
+    passes = any(x.passed_count for x in unused)
+    names = ", ".join(dict.fromkeys(visible(x.name or "a module") for x in unused))
+    return make_finding(
+        f"gradients that no optimizer uses: of {tensors:.0f} parameters in {names}, which require "
+        "gradients and are in no param group; these only pile up",
+        "requires_grad_(False) for these parameters"
+        + ("; a gradient goes on through their layers to others that train: no torch.no_grad() "
+           "around those" if passes
+           else ", and torch.no_grad() around the call of a model that is only asked (a teacher, a "
+           "frozen backbone): no backward goes through it then"),
+        ("parameters", tensors, "count"), ("numbers in them", numbers, "count"),
+        ("their modules, of forward", share or None, "ratio"), confidence=0.9,
+        phases=("backward",), lost_ratio=lost, unsure_ratio=1 - _LIKE_FORWARD,
+        missing=("which part of backward is theirs",) if lost is None and not inputs.uses_gpu
+        else (),
+    )  # fmt: skip
 
 
 def _optimizers(inputs: RuleInputs) -> Iterator[OptimizerSettings]:

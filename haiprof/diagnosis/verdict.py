@@ -91,6 +91,10 @@ class Finding:
     """Of a setting: what it costs of the Python that runs outside of torch, in any phase."""
     python_spread: tuple[float, float] | None = None
     """The same at least and at most, over that."""
+    seen_in: tuple[tuple[str, str], ...] = ()
+    """Of a setting: files and functions (empty: all of the file) whose code runs for its sake."""
+    unsure_ratio: float = 0.0
+    """Of a setting: what part of `lost_ratio` it may not cost."""
     setting: str = ""
     """Pattern of the call or assignment of the job's that sets it (`lines.find_statement`)."""
     code_lines: tuple[CodeLine, ...] = ()
@@ -100,9 +104,9 @@ class Finding:
 
     @property
     def is_priced(self) -> bool:
-        """Whether it costs a known share of some phases."""
-        of_phases = self.lost_ratio or self.work_ratio or self.exchange_ratio
-        return bool((of_phases and self.phases) or self.python_ratio)
+        """Whether it costs a known share of some phases or of Python, or is code of its own."""
+        shares = self.lost_ratio or self.work_ratio or self.exchange_ratio
+        return bool((shares and self.phases) or self.python_ratio or self.seen_in)
 
     @property
     def numbers(self) -> tuple[Evidence, ...]:

@@ -21,8 +21,10 @@ from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.gpu_memory import GpuMemory, OutOfMemory
 from haiprof.in_job.imports import ImportWatch
 from haiprof.in_job.object_settings import (
+    CallHooks,
     InputSizes,
     Registry,
+    UnusedGradients,
     describe_loader,
     describe_root,
     wrap_iter,
@@ -73,10 +75,15 @@ class Installer:
         self._families: dict[int, int] = {}
         self._pauses = CollectorPauses(recorder)
         self._sizes = InputSizes(recorder.lines)
+        self._hooks = CallHooks()
+        self._gradients = UnusedGradients(
+            self._numbered_roots, self.optimizers.living, recorder.lines
+        )
         self._settings = Settings(
             self.roots.living, self.optimizers.living, pauses=self._pauses,
             own_profiler=lambda: self.recorder.installed.must_stay(),
             kept_graphs=lambda: self.state.kept_graphs, masks=lambda: self._sizes.masks,
+            hooks=self._hooks,
         )  # fmt: skip
         self._watches_memory = False
         self._memory_inputs: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None
@@ -105,7 +112,9 @@ class Installer:
                 self.recorder.phases[name] = reason = f"{type(error).__name__}: {error}"
                 line = {"type": "patch_failed", "phase": name, "reason": reason}
                 self.recorder.lines.append(line)
-        for own in (*_OWN_WORK, self._look_once):
+        for own in (
+            *_OWN_WORK, self._look_once, self._look_at_gradients, self._gradients.walk,
+        ):  # fmt: skip
             _skip_frame(own, below=True)
         with contextlib.suppress(AttributeError, ImportError):  # at once where CUDA has started
             import torch.cuda
@@ -133,6 +142,8 @@ class Installer:
         self._memory_inputs = None
         self._settings.restart()
         self._sizes.restart()
+        self._hooks.restart()
+        self._gradients.restart()
         self.roots.clear()
         self.optimizers.clear()
 
@@ -144,11 +155,24 @@ class Installer:
         due = not last and not state.is_closed and self._sizes.becomes_due()
         if due and state.inputs is None and not self._watches_memory:  # which looks by itself
             state.inputs, state.slow = self._look_once, True
+        if not (last or state.is_closed):
+            if self._gradients.wants_graph:
+                state.before_backward, state.slow = self._gradients.walk, True
+            elif self._gradients.is_due(state.steps_so_far()):
+                state.after_step, state.slow = self._look_at_gradients, True
         return self._settings.take_lines(state.steps_so_far(), last=last)
 
     def _look_once(self, tag: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.state.inputs = self._memory_inputs  # CUDA may have started since this was put in
+        self._hooks.look()
         self._sizes.look(self.state.steps_so_far(), tag, args, kwargs)
+
+    def _look_at_gradients(self) -> None:
+        self._gradients.look(self.state.steps_so_far())
+
+    def _numbered_roots(self) -> list[tuple[int, Any]]:
+        living, entries = self.roots.living(), self.roots.entries
+        return [(entries[id(root)][0][0] >> TAG_BITS, root) for root in living]
 
     def _forward(self) -> None:
         from torch.nn import Module
@@ -383,9 +407,11 @@ class Installer:
         recorder, state = self.recorder, self.state
         memory = GpuMemory(torch, recorder.lines, history=recorder.memory_history)
         begin_step, steps, sizes = memory.begin_step, state.steps_so_far, self._sizes
+        hooks = self._hooks
 
         def inputs(tag: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if sizes.is_due:
+                hooks.look()
                 sizes.look(steps(), tag, args, kwargs)
             try:
                 begin_step(steps(), args, kwargs)

@@ -8,10 +8,13 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
+from haiprof.in_job.frames import OWN_FOLDER
 from haiprof.in_job.recorder import Recorder
 from haiprof.run_format.schema import TAG_MASK
+from haiprof.run_format.setting_lines import UNUSED
 
 MANY = TAG_MASK  # the tag of all objects that came after the numbers ran out
 PART_LIMIT = 1500  # parameters and modules that are looked at: more would hold Python for ms
@@ -191,6 +194,194 @@ class InputSizes:
                     self.masks[name] += count
                 if not given:
                     return
+
+
+class UnusedGradients:
+    """Lines `unused_gradients`: parameters whose gradients only pile up, as no optimizer has them.
+
+    Whoever uses a gradient clears it before the next one, be that a fused optimizer, one that keeps
+    its own copies, or the job by hand. One that is still the same tensor seconds later, and was
+    written to no more often than those that an optimizer uses, was only added to.
+    """
+
+    def __init__(
+        self, roots: Callable[[], Iterable[tuple[int, Any]]], optimizers: Callable[[], list[Any]],
+        lines: list[dict[str, Any]],
+    ) -> None:  # fmt: skip
+        self._roots = roots
+        self._optimizers = optimizers
+        self._lines = lines
+        self.restart()
+
+    def restart(self) -> None:
+        """In a forked child, which has modules of its own."""
+        self._pauses = list(_GRADIENT_PAUSES_NS)
+        self._looked_ns = self._step = 0
+        self._seen: _Gradients = {}
+        self._unused: set[int] = set()
+        self._passed: set[int] | None = None
+        self._walks = _WALKS
+
+    @property
+    def wants_graph(self) -> bool:
+        """Whether what the next backward pass goes through is to be looked at."""
+        return bool(self._unused) and self._passed is None and self._walks > 0
+
+    def walk(self, outputs: Iterable[Any]) -> None:
+        """On the training thread: a backward pass is about to begin at these."""
+        self._walks -= 1
+        try:
+            self._passed = _passed_through(outputs, self._unused)
+        except Exception:  # another torch: it is not known then
+            self._walks = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the end of the next optimizer step is to be looked at; asked once a second."""
+        is_later = step > max(self._step, _GRADIENT_STEPS)
+        return bool(self._pauses) and is_later and _now() - self._looked_ns >= self._pauses[0]
+
+    def look(self, step: int) -> None:
+        """An optimizer's step is over; nothing is looked at after an error, or in vain."""
+        # Here, on the training thread: backward writes gradients without the interpreter lock.
+        began_ns, before, modes = _now(), self._seen, sys.modules.get("torch._C")
+        if getattr(modes, "_len_torch_function_stack", int)():
+            return  # the job follows calls of torch, which reading a gradient is
+        self._pauses.pop(0)
+        try:
+            every = [(tag, *_modules_and_parameters(module)) for tag, module in self._roots()]
+            used = {id(p) for o in self._optimizers() for g in o.param_groups for p in g["params"]}
+            self._seen = _read_gradients(p for _, _, own in every for p in own)
+            piled = _only_added_to(self._seen, before, used, max(step - self._step, 1))
+            if before:
+                self._lines.append({
+                    "type": UNUSED, "time_ns": began_ns, "step": step, "cost_ns": _now() - began_ns,
+                    "roots": [_unused_in(root, piled, used, self._passed) for root in every],
+                })  # fmt: skip
+            self._unused = self._seen.keys() - used
+            if not self._unused:
+                self._pauses.clear()
+        except Exception as error:
+            self._pauses.clear()
+            line = {"type": "settings_failed", "time_ns": began_ns}
+            self._lines.append({**line, "reason": f"{type(error).__name__}: {error}"})
+        self._looked_ns, self._step = _now(), step
+
+
+_GRADIENT_PAUSES_NS = (0, _OFTEN_NS, _SELDOM_NS, 10 * _SELDOM_NS)
+"""Before each look: an optimizer may step for the first time late."""
+_GRADIENT_STEPS = 10
+_WALKS = 8  # backward passes that are looked at for one that makes such gradients
+_Gradients = dict[int, tuple[int, int]]
+"""By the id of a parameter that trains: the address and the version of its gradient."""
+
+
+def _read_gradients(parameters: Iterable[Any]) -> _Gradients:
+    found: _Gradients = {}
+    for parameter in parameters:
+        if _is_plain(type(parameter)) and parameter.requires_grad and parameter.is_leaf:
+            gradient = parameter.grad
+            if gradient is not None:
+                found[id(parameter)] = (gradient._cdata, gradient._version)
+    return found
+
+
+def _only_added_to(now: _Gradients, before: _Gradients, used: set[int], steps: int) -> set[int]:
+    """Parameters that no optimizer has whose gradients were kept, and added to alone."""
+    # A gradient that is cleared by zeros is written to once more per step than one that is not;
+    # what else writes to gradients (clipping, several passes) writes to those of optimizers, too.
+    kept = {key for key, (at, _) in now.items() if key in before and before[key][0] == at}
+    writes = {key: (now[key][1] - before[key][1]) / steps for key in kept}
+    usual = [writes[key] - 1 if key in kept else now[key][1] + 1 for key in now.keys() & used]
+    most = max(usual, default=0)
+    return {key for key in kept - used if 0 < writes[key] <= most}
+
+
+def _passed_through(outputs: Iterable[Any], unused: set[int]) -> set[int] | None:
+    """Of some parameters those through whose layers a gradient goes on to others that train.
+
+    None where a graph makes no gradient of theirs, or is too large to be looked at.
+    """
+    trains: dict[Any, bool] = {}  # whether the gradient of another leaf is behind a node
+    only: dict[Any, int | None] = {}  # the leaf that alone is behind it, by a way without branches
+    passed = set[int]()
+    left = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    while left:
+        node = left[-1]
+        inner = [each for each, _ in node.next_functions if each is not None]
+        more = [each for each in inner if each not in trains]
+        if len(trains) > PART_LIMIT:
+            return None
+        if more and node not in trains:
+            left += more
+            continue
+        left.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            only[node] = id(node.variable)
+            trains[node] = only[node] not in unused
+        else:
+            only[node] = only[inner[0]] if len(inner) == 1 else None
+            trains[node] = any(trains[each] for each in inner)
+        if trains[node]:
+            passed |= {key for each in inner if not trains[each] and (key := only[each])}
+    return passed if unused & set(only.values()) else None
+
+
+def _unused_in(
+    root: tuple[int, list[Any], list[Any]],
+    piled: set[int],
+    used: set[int],
+    passed: set[int] | None,
+) -> dict[str, Any]:
+    """One entry of `roots`; see `run_format.setting_lines.UNUSED_FIELDS`."""
+    tag, modules, parameters = root
+    unused = [p for p in parameters if id(p) in piled]
+    return {
+        "root": tag, "tensor_count": len(unused), "number_count": sum(p.numel() for p in unused),
+        "stepped_count": sum(id(p) in used for p in parameters),
+        "passed_count": None if passed is None else sum(id(p) in passed for p in unused),
+        "complete": max(len(parameters), len(modules)) < PART_LIMIT,
+    }  # fmt: skip
+
+
+class CallHooks:
+    """What Python calls at each call or line of the training thread, where the job asked for it."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """In a forked child."""
+        self.look_count = 0
+        self._seen: dict[tuple[str, str, str | None, int | None], int] = {}
+
+    def look(self) -> None:
+        """On the training thread: each thread has its own."""
+        self.look_count += 1
+        if getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False):
+            return  # its own, or haiprof's for a window
+        for sets, hook in (("sys.setprofile", sys.getprofile()), ("sys.settrace", sys.gettrace())):
+            found = None if hook is None else (sets, *_describe_hook(hook))
+            if found is not None and not (found[2] or "").startswith(OWN_FOLDER):
+                self._seen[found] = self._seen.get(found, 0) + 1
+
+    def entries(self) -> list[dict[str, Any]]:
+        """See `run_format.setting_lines.HOOK_FIELDS`."""
+        fields = ("sets", "function", "file", "line")
+        return [{**dict(zip(fields, at, strict=True)), "count": count}
+                for at, count in self._seen.copy().items()]  # fmt: skip
+
+
+def _describe_hook(hook: Any) -> tuple[str, str | None, int | None]:
+    """Function, file and line; of one in C a name alone. No code of the job's runs."""
+    kind = type(hook)
+    function = hook.__func__ if kind is MethodType else hook
+    if type(function) is not FunctionType:
+        found = (vars(each).get("__call__") for each in kind.__mro__)
+        function = next((each for each in found if each is not None), None)
+    if type(function) is not FunctionType:
+        return f"{kind.__module__}.{kind.__qualname__}", None, None
+    code = function.__code__
+    return getattr(code, "co_qualname", code.co_name), code.co_filename, code.co_firstlineno
 
 
 def _plain_tensors(values: Iterable[Any]) -> Iterator[Any]:

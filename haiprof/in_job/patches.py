@@ -56,9 +56,9 @@ class State(Gate):
     """What the wrappers share: the owner thread, and whether a span is open in it."""
 
     __slots__ = (
-        "begin", "counts_all", "device", "find_device", "inputs", "inside", "is_tracing",
-        "kept_graphs", "recorder", "repeats", "stepped", "steps_before", "successor", "trains",
-        "watch",
+        "after_step", "before_backward", "begin", "counts_all", "device", "find_device", "inputs",
+        "inside", "is_tracing", "kept_graphs", "recorder", "repeats", "stepped", "steps_before",
+        "successor", "trains", "watch",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, is_tracing: Callable[[], bool]) -> None:
@@ -89,6 +89,10 @@ class State(Gate):
         self.inputs: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None
         """Receives the number of a root module in training and its arguments: of all calls where
         GPU memory is recorded, else of one a second, and None in between."""
+        self.after_step: Callable[[], None] | None = None
+        """Called once, at the end of the next optimizer step, while `slow` is set."""
+        self.before_backward: Callable[[Any], None] | None = None
+        """The same before the next backward pass, with what it begins at."""
         self.watch: Watch | None = None
         self.begin: Callable[..., Callable[[], None] | None] = self._begin
         """The rarer part of a span's start: of (kind, target); see `_begin`."""
@@ -98,7 +102,7 @@ class State(Gate):
         if self.idle == 0:
             self.owner = _ident()
             self.busy, self.loading, self.slow, self.device = 0, False, True, None
-            self.inputs = None
+            self.inputs = self.after_step = self.before_backward = None
             self.optimizer_count = self.steps_before = self.kept_graphs = 0
             self.repeats, self.stepped = Repeats(), False
             if self.watch is not None:
@@ -133,7 +137,8 @@ class State(Gate):
         if self.device is None and not self.recorder.armed:
             self.device = self.find_device()
         watched = self.watch.begin(kind, target) if self.watch is not None else None
-        self.slow = self.device is not None or self.inputs is not None or not self.stepped
+        due = (self.device, self.inputs, self.after_step, self.before_backward)
+        self.slow = due != (None,) * 4 or not self.stepped
         if kind in (DATA, DATA_ITER) and not self.stepped and not self.busy:
             self.repeats.fetch()
             if kind == DATA and not self.recorder.armed:
@@ -194,6 +199,9 @@ class State(Gate):
             mark()
         if self.device is not None:
             self.device.close(end_ns)
+        act, self.after_step = self.after_step, None
+        if act is not None:
+            act()
 
     def wait_for_boundary(self) -> None:
         """Put in while the job runs: begins between two steps, not inside a module's call."""
@@ -229,7 +237,7 @@ class State(Gate):
         """Makes every wrapper that something still holds pass its calls on, and nothing else."""
         self.idle = self.busy = CLOSED
         self.loading = True
-        self.device = self.watch = self.inputs = None
+        self.device = self.watch = self.inputs = self.after_step = self.before_backward = None
         self.begin = self._begin
 
     def takes_over(self, now_ns: int) -> bool:
@@ -334,6 +342,9 @@ def wrap_backward(original: Callable[..., Any], state: State) -> Any:
                     if state.slow:
                         if not state.stepped:
                             state.train()
+                        act, state.before_backward = state.before_backward, None
+                        if act is not None:
+                            act(args[0])
                         mark = state.begin(BACKWARD, None)
                     state.kept_graphs += args[2:4] == (True, False)  # retain_graph, create_graph
                     start = state.owner_seen_ns = begin(BACKWARD)

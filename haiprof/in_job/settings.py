@@ -1,7 +1,7 @@
 """Settings of this process that change how fast it is: read once, and looked at again each second.
 
 All of it is read on the drain thread: nothing is imported for it, no tensor's values are read, and
-what belongs to one thread alone (autocast, Python's own profilers) stands in the line `root`.
+what belongs to one thread alone (autocast, Python's own hooks) is looked at by that one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from haiprof.base.code_places import is_library
 from haiprof.base.control_group_limits import parse_cpu_limit, parse_memory_limit
 from haiprof.in_job.identity import has_process_group
-from haiprof.in_job.object_settings import model_settings, optimizer_settings
+from haiprof.in_job.object_settings import CallHooks, model_settings, optimizer_settings
 from haiprof.in_job.recorder import Recorder
 from haiprof.run_format.schema import GC, TAG_BITS
 from haiprof.run_format.secrets import mask_text
@@ -47,6 +47,7 @@ class Settings:
     own_profiler: Callable[[], bool]
     kept_graphs: Callable[[], int]
     masks: Callable[[], Mapping[str, int]]
+    hooks: CallHooks
     pauses: CollectorPauses
 
     def __post_init__(self) -> None:
@@ -122,6 +123,7 @@ class Settings:
         return {
             "type": SEEN, "time_ns": _now(),
             **{f"{name}_count": n for name, n in {**self._counts, **self.masks()}.items()},
+            "hook_look_count": self.hooks.look_count, "hooks": self.hooks.entries(),
             "kept_graph_count": self.kept_graphs(), "collect_count": self.pauses.asked_count,
             "collect_ns": sum(self.pauses.asked_ns.copy().values()), "collect_file": file,
             "collect_line": line, "collect_function": function,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -97,6 +97,13 @@ class CodeTree:
     def within(self, file: str | tuple[str, ...]) -> Bools:
         """Per stack: whether a frame of a file whose path ends so is in it."""
         return self.holds(np.array([*(frame.file.endswith(file) for frame in self.frames), False]))
+
+    def runs(self, codes: Collection[tuple[str, str]]) -> Bools:
+        """Per stack: whether a function of a file is in it, or, where that is empty, any of it."""
+        return self.holds(np.array([*(
+            any(frame.file.endswith(file) and name in ("", frame.function) for file, name in codes)
+            for frame in self.frames
+        ), False]))  # fmt: skip
 
     def holds(self, frames: Bools) -> Bools:
         """Per stack: whether one of these frames is in it; the last stands for no frame."""

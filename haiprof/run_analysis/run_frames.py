@@ -56,6 +56,7 @@ from haiprof.run_analysis.step_frame import (
     slow_frame,
 )
 from haiprof.run_analysis.step_positions import StepPositions
+from haiprof.run_analysis.steps import PHASES
 from haiprof.run_analysis.windows import TraceWindow, all_windows, recorded_windows, window_frame
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest
@@ -387,6 +388,13 @@ class RunFrames:
         own = (pl.col("rank") == rank) & (pl.col("attempt") == segments.files.attempt)
         known = self.collectives().filter(own & ~pl.col("p2p")).drop_nulls("created_ns")
         return tail_ratio(segments, known["created_ns"].sort().to_numpy())
+
+    def forward_ns(self, rank: int) -> dict[int, int]:
+        """By tag of a module that was called outermost: its time in forward, in whole steps."""
+        found = self._judged_segments(rank).found
+        own = found.phase == PHASES.index("forward")
+        tags, ns = found.nested.spans.tag[own].astype(np.int64), found.nested.self_ns[own]
+        return {tag: int(ns[tags == tag].sum()) for tag in np.unique(tags).tolist()}
 
     def _judged_segments(self, rank: int) -> RankSegments:
         return next(iter(self._segments_of({(rank, self._judged_attempts[rank])})))

@@ -22,7 +22,7 @@ from haiprof.run_analysis.run_files import (
     text,
 )
 from haiprof.run_format.entities import process_key
-from haiprof.run_format.setting_lines import FLAGS, SEEN, SETTINGS
+from haiprof.run_format.setting_lines import FLAGS, SEEN, SETTINGS, UNUSED
 
 Scalar = bool | int | float | str | None
 
@@ -89,6 +89,32 @@ class Looks:
     collect_file: str | None
     collect_line: int | None
     collect_function: str | None
+    hook_look_count: int | None
+    hooks: tuple[CallHook, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallHook:
+    """What Python calls at each call; see `run_format.setting_lines.HOOK_FIELDS`."""
+
+    sets: str | None
+    function: str | None
+    file: str | None
+    line: int | None
+    count: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnusedGradients:
+    """Of a module that was called outermost; see `run_format.setting_lines.UNUSED_FIELDS`."""
+
+    root: int | None
+    name: str | None  # its class
+    tensor_count: int | None
+    number_count: int | None
+    stepped_count: int | None
+    passed_count: int | None
+    complete: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +138,7 @@ class RankSettings:
     optimizers: tuple[OptimizerSettings, ...]  # those that were alive when settings were read
     stepped_optimizer_count: int
     looks: Looks
+    unused_gradients: tuple[UnusedGradients, ...]  # as they were looked at last
     problems: tuple[str, ...]  # what could not be read, and why
 
     @property
@@ -179,6 +206,7 @@ def _rank_settings(rank: RankFiles, line: Mapping[str, Any]) -> RankSettings:
     known = ((text(name), text(value)) for name, value in variables)
     autocast = (text(root.get("autocast")) for root in rank.of_type("root"))
     thresholds = (integer(value) for value in entries(collector.get("thresholds")))
+    names = rank.names("root")
     inputs = (name for x in rank.of_type("root_input") for name in entries(x.get("dtypes")))
     return read_record(
         RankSettings, line, rank=rank.rank, host=text(rank.report.get("host")),
@@ -198,7 +226,14 @@ def _rank_settings(rank: RankFiles, line: Mapping[str, Any]) -> RankSettings:
             for each in objects(line.get("optimizers"))
         ),
         stepped_optimizer_count=len(rank.of_type("optimizer")),
-        looks=read_record(Looks, rank.last(SEEN)),
+        looks=read_record(
+            Looks, rank.last(SEEN),
+            hooks=tuple(read_record(CallHook, x) for x in objects(rank.last(SEEN).get("hooks"))),
+        ),
+        unused_gradients=tuple(
+            read_record(UnusedGradients, x, name=names.get(integer(x.get("root")) or 0))
+            for x in objects(rank.last(UNUSED).get("roots"))
+        ),
     )  # fmt: skip
 
 

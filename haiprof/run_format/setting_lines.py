@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-SETTINGS, SEEN = "settings", "settings_seen"
-"""What a line of a rank's events.jsonl is, in its field `type`: once per process, and counts."""
+SETTINGS, SEEN, UNUSED = "settings", "settings_seen", "unused_gradients"
+"""What a line of a rank's events.jsonl is, in its field `type`: once per process, counts, and what
+optimizer steps left behind."""
 
 SETTINGS_FIELDS = {
     "time_ns": "CLOCK_MONOTONIC ns at which they were read",
@@ -77,6 +78,8 @@ SEEN_FIELDS = {
     "mask_token_count": "elements of these masks",
     "empty_token_count": "of those, padding",
     "guessed_mask_count": "of these masks, those told from the first integers of two dimensions",
+    "hook_look_count": "looks so far at what Python calls at each call of the training thread",
+    "hooks": "what was found by these, see HOOK_FIELDS",
     "collect_count": "calls of gc.collect() by the job so far",
     "collect_ns": "time in them",
     "collect_file": "file of the job's line that took most of it; null without any",
@@ -84,3 +87,24 @@ SEEN_FIELDS = {
     "collect_function": "its function",
 }
 """The fields of the line `settings_seen`; counts of the whole recording."""
+HOOK_FIELDS = {
+    "sets": "what set it: sys.setprofile or sys.settrace",
+    "function": "the function that is called; of one in C its class",
+    "file": "its file; null where it is in C",
+    "line": "where it begins; null where it is in C",
+    "count": "looks that found it",
+}
+"""The fields of one of `hooks`."""
+
+UNUSED_FIELDS = {
+    "root": "tag of the module that was called outermost",
+    "tensor_count": "parameters with a gradient that was only added to since the look before, and "
+    "that no living optimizer has",
+    "number_count": "numbers in them",
+    "stepped_count": "parameters of the module that an optimizer has",
+    "passed_count": "of those in tensor_count, parameters of layers through which a gradient goes "
+    "on to others that train; null where the graph was not looked at",
+    "complete": "false where it has so many parts that not all were looked at",
+}
+"""The fields of one of `roots` in the line `unused_gradients`; its `step`, `time_ns` and `cost_ns`
+are those of the look."""

@@ -1,0 +1,235 @@
+"""Gradients that no optimizer uses are counted; those that anything uses or clears are not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from haiprof.in_job import object_settings
+from haiprof.in_job.object_settings import CallHooks, UnusedGradients
+from haiprof.run_format.setting_lines import HOOK_FIELDS, UNUSED_FIELDS
+
+Step = Callable[[], None]
+Job = tuple[list[nn.Module], list[torch.optim.Optimizer], Step]
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_settings, "_GRADIENT_PAUSES_NS", (0, 0))
+
+
+def models() -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def distill(
+    clear: Callable[[nn.Module, nn.Module, torch.optim.Optimizer], None] | None = None,
+    after: Callable[[nn.Module, nn.Module], None] | None = None,
+    passes: int = 1,
+) -> Job:
+    """A student that an optimizer steps, and a teacher that requires gradients."""
+    student, teacher = models()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+
+    def step() -> None:
+        if clear is None:
+            optimizer.zero_grad()
+        else:
+            clear(student, teacher, optimizer)
+        for _ in range(passes):
+            x = torch.ones(2, 4)
+            (student(x) - teacher(x)).square().mean().backward()
+        if after is not None:
+            after(student, teacher)
+        optimizer.step()
+
+    return [student, teacher], [optimizer], step
+
+
+def zeros(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def both_zeros(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    student.zero_grad(set_to_none=False)
+    teacher.zero_grad(set_to_none=False)
+
+
+def both_to_none(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    student.zero_grad()
+    teacher.zero_grad()
+
+
+def by_hand(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    for parameter in teacher.parameters():
+        if parameter.grad is not None:
+            parameter.data -= 0.1 * parameter.grad
+            parameter.grad.zero_()
+
+
+def by_hand_to_none(
+    student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    optimizer.zero_grad()
+    for parameter in teacher.parameters():
+        parameter.data -= 0.1 * (0 if parameter.grad is None else parameter.grad)
+        parameter.grad = None
+
+
+def clips(student: nn.Module, teacher: nn.Module) -> None:
+    nn.utils.clip_grad_norm_([*student.parameters(), *teacher.parameters()], 1.0)
+
+
+def frozen() -> Job:
+    job = distill()
+    job[0][1].requires_grad_(False)
+    return job
+
+
+def taking_turns() -> Job:
+    """Two optimizers, of which each backward makes gradients for both, as of a GAN."""
+    first, second = models()
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)
+    ]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            second(first(torch.ones(2, 4))).square().mean().backward()
+            optimizer.step()
+
+    return [first, second], optimizers, step
+
+
+def graphs(roots: list[nn.Module]) -> list[torch.Tensor]:
+    """What a backward begins at in which the second model follows the first one's inputs."""
+    return [sum(root(torch.ones(2, 4)).sum() for root in roots)]
+
+
+def counted(job: Job, steps: int = 5) -> list[dict[str, Any]]:
+    """What the second look finds, by root."""
+    roots, optimizers, step = job
+    lines: list[dict[str, Any]] = []
+    gradients = UnusedGradients(lambda: list(enumerate(roots, 1)), lambda: optimizers, lines)
+    for number in range(11, 11 + 2 * steps):
+        step()
+        if number % steps == 0 and gradients.is_due(number):
+            gradients.look(number)
+            if gradients.wants_graph:
+                gradients.walk(graphs(roots))
+    assert not any(line["type"] == "settings_failed" for line in lines)
+    return lines[-1]["roots"] if lines else []
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        distill(), distill(zeros), distill(after=clips), distill(passes=3),
+        distill(zeros, after=clips, passes=2),
+    ],
+)  # fmt: skip
+def test_gradients_that_only_pile_up_are_counted(job: Job) -> None:
+    student, teacher = counted(job)
+    assert student.keys() == teacher.keys() == UNUSED_FIELDS.keys()
+    assert (student["tensor_count"], student["stepped_count"]) == (0, 2)
+    assert (teacher["tensor_count"], teacher["number_count"], teacher["stepped_count"]) == (
+        2, 20, 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        distill(by_hand), distill(by_hand_to_none), distill(both_zeros), frozen(), taking_turns(),
+        distill(by_hand, after=clips),
+        distill(both_to_none),
+    ],
+)  # fmt: skip
+def test_gradients_that_somebody_clears_or_steps_are_not_counted(job: Job) -> None:
+    assert not any(root["tensor_count"] for root in counted(job))
+
+
+@pytest.mark.parametrize(
+    ("graph", "passed"),
+    [
+        (lambda trained, asked, x: trained(x) - asked(x), set()),  # a teacher
+        (lambda trained, asked, x: trained(asked(x)), set()),  # a backbone
+        (lambda trained, asked, x: asked(trained(x)), {0, 1, 2}),  # a loss that is a network
+        (lambda trained, asked, x: trained(x), None),  # another backward pass of the job's
+    ],
+)  # fmt: skip
+def test_layers_that_a_gradient_has_to_pass_are_known(
+    graph: Callable[..., torch.Tensor], passed: set[int] | None
+) -> None:
+    trained = nn.Linear(4, 4)
+    asked = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4))
+    unused = list(asked.parameters())
+    keys = {id(parameter): number for number, parameter in enumerate(unused)}
+    loss = graph(trained, asked, torch.ones(2, 4)).square().mean()
+    found = object_settings._passed_through([loss], set(keys))
+    assert (None if found is None else {keys[each] for each in found}) == passed
+
+
+def test_nothing_is_looked_at_again_where_each_gradient_is_used() -> None:
+    roots, optimizers, step = frozen()
+    gradients = UnusedGradients(lambda: list(enumerate(roots)), lambda: optimizers, [])
+    step()
+    assert not gradients.is_due(10), "in the first steps"
+    gradients.look(11)
+    assert not gradients.is_due(1000)
+
+
+def test_nothing_is_read_while_the_job_follows_calls_of_torch() -> None:
+    roots, optimizers, step = distill()
+    lines: list[dict[str, Any]] = []
+    gradients = UnusedGradients(lambda: list(enumerate(roots)), lambda: optimizers, lines)
+    step()
+    with TorchFunctionMode():
+        gradients.look(11)
+    assert gradients.is_due(11)
+    assert lines == []
+
+
+class Counter:
+    """What a debugging session left behind."""
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        pass
+
+    def method(self, frame: FrameType, event: str, argument: object) -> None:
+        pass
+
+
+def test_functions_that_python_calls_at_each_call_are_named() -> None:
+    hooks = CallHooks()
+    hooks.look()
+    assert hooks.entries() == [], "nothing is set"
+    before = sys.getprofile()
+    for hook in (Counter(), Counter().method, print):
+        sys.setprofile(hook)
+        try:
+            hooks.look()
+            hooks.look()
+        finally:
+            sys.setprofile(before)
+    found = hooks.entries()
+    assert all(each.keys() == HOOK_FIELDS.keys() for each in found)
+    assert {each["count"] for each in found} == {2}
+    assert {each["sets"] for each in found} == {"sys.setprofile"}
+    line = Counter.__call__.__code__.co_firstlineno
+    called, method, in_c = found
+    assert called["function"].endswith("__call__")
+    assert (called["file"], called["line"]) == (__file__, line)
+    assert method["function"].endswith("method")
+    assert (in_c["function"], in_c["file"]) == ("builtins.builtin_function_or_method", None)
+    assert hooks.look_count == 7
