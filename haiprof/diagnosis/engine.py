@@ -301,7 +301,8 @@ def _finding(
     ratio = gain_ns / max(ledger.mean_ns, 1.0)
     if account.explanation in priced:
         fact = priced[account.explanation]
-        missing = () if fact.lost_ratio is None else fact.missing  # its price, which is known now
+        is_known = fact.lost_ratio is None and not fact.seen_in  # its price, which was missing
+        missing = () if is_known else fact.missing
         return replace(fact, lost_ratio=ratio, gain=gain, severity=severity, missing=missing)
     question = explanations.Question(
         inputs=inputs, samples=samples, account=account, mean_ns=ledger.mean_ns,

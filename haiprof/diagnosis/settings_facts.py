@@ -14,13 +14,15 @@ from typing import Literal
 import numpy as np
 
 from haiprof.base.code_places import place_text
+from haiprof.base.intervals import Intervals, covered_lengths, total
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import ranks_text, ratio_text, visible
 from haiprof.diagnosis.machine_causes import SETS_THREADS, used_by_others
+from haiprof.diagnosis.opportunities import main_place
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, typical_rank, usual_split
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
-from haiprof.diagnosis.verdict import Finding, Severity, evidence_rows, make_finding
-from haiprof.run_analysis.code_samples import CODE_PHASES
+from haiprof.diagnosis.verdict import CodeLine, Finding, Severity, evidence_rows, make_finding
+from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.settings import OptimizerSettings, RankSettings, differences
 
@@ -236,13 +238,13 @@ def call_hook(inputs: RuleInputs) -> Finding | None:
         seen_in = ((hook.file, hook.function or ""),)
     every = "call, return and line" if sets == "sys.settrace" else "call and return"
     return make_finding(
-        f"{sets} is on: {name} is called at each {every} of the training thread",
+        f"{sets} is on: {name} is called at each {every} of the training thread"
+        + ", which costs at least what is sampled in it" * bool(seen_in),
         f"remove what sets it ({sets}, cProfile, coverage, a debugger), or set it for a few steps: "
         "haiprof itself needs none",
         ("share of checks that found it on", ratio, "ratio"),
         confidence=0.9, setting=rf"{sets.removeprefix('sys.')}\((?!None)", seen_in=seen_in,
-        missing=("how much longer each call takes until it is in that function: the gain is at "
-                 "least what is seen inside it",) if seen_in
+        missing=("how much longer each call takes beside that function",) if seen_in
         else ("what it costs: it is written in C, and slows each call",),
         rank=rank if len(ranks) == 1 < len(inputs.world) else None,
     )  # fmt: skip
@@ -493,26 +495,42 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
         float(sum(n or 0 for n in counts))
         for counts in ((x.tensor_count for x in unused), (x.number_count for x in unused))
     )
-    alone = {x.root for x in unused if x.stepped_count == x.passed_count == 0 and x.complete}
-    forward = inputs.analyzer.forward_ns(rank)
-    share = sum(forward.get(root or 0, 0) for root in alone) / max(sum(forward.values()), 1)
+    alone = [x.root for x in unused if x.stepped_count == x.passed_count == 0 and x.complete]
+    root, calls = inputs.analyzer.forward_calls(rank)
+    own = Intervals(*(edges[np.isin(root, alone)] for edges in calls))
+    share = total(own) / max(total(calls), 1)
     lost = None if inputs.uses_gpu else share * touched_ratio(inputs, ("backward",)) or None
     passes = any(x.passed_count for x in unused)
     names = ", ".join(dict.fromkeys(visible(x.name or "a module") for x in unused))
     return make_finding(
-        f"gradients that no optimizer uses: of {tensors:.0f} parameters in {names}, which require "
-        "gradients and are in no param group; these only pile up",
+        f"gradients that no optimizer uses: {tensors:.0f} parameter{'s' * (tensors > 1)} of {names} "
+        "in no param group; they only pile up",
         "requires_grad_(False) for these parameters"
         + ("; a gradient goes on through their layers to others that train: no torch.no_grad() "
            "around those" if passes
            else ", and torch.no_grad() around the call of a model that is only asked (a teacher, a "
            "frozen backbone): no backward goes through it then"),
         ("parameters", tensors, "count"), ("numbers in them", numbers, "count"),
-        ("their modules, of forward", share or None, "ratio"), confidence=0.9,
+        *([("their modules, of forward", share, "ratio")] if share else []), confidence=0.9,
         phases=("backward",), lost_ratio=lost, unsure_ratio=1 - _LIKE_FORWARD,
+        code_lines=_called_in(inputs.load_samples(rank), own, lost) if lost else (),
         missing=("which part of backward is theirs",) if lost is None and not inputs.uses_gpu
         else (),
     )  # fmt: skip
+
+
+def _called_in(samples: CodeSamples, calls: Intervals, share: float) -> tuple[CodeLine, ...]:
+    """The job's line that most of some calls is in, with those that lead there."""
+    time_ns = samples.time_ns
+    inside = (samples.worker < 0) & (covered_lengths(calls, time_ns, time_ns + 1) > 0)
+    at = main_place(samples.tree, samples.stack[inside], samples.weight_ns[inside])
+    if at is None:
+        return ()
+    return (CodeLine(
+        file=at.file, line=at.line, function=at.function, share=share, low=None, high=None,
+        of="the step", sample_count=None, callees=(),
+        callers=tuple(place_text(*each) for each in at.callers),
+    ),)  # fmt: skip
 
 
 def _optimizers(inputs: RuleInputs) -> Iterator[OptimizerSettings]:

@@ -315,11 +315,13 @@ def _passed_through(outputs: Iterable[Any], unused: set[int]) -> set[int] | None
             left += more
             continue
         left.pop()
-        if type(node).__name__ == "AccumulateGrad":
+        name = type(node).__name__
+        if name == "AccumulateGrad":
             only[node] = id(node.variable)
             trains[node] = only[node] not in unused
         else:
-            only[node] = only[inner[0]] if len(inner) == 1 else None
+            ends = len(inner) != 1 or name.startswith("Embedding")  # an index has no gradient
+            only[node] = None if ends else only[inner[0]]
             trains[node] = any(trains[each] for each in inner)
         if trains[node]:
             passed |= {key for each in inner if not trains[each] and (key := only[each])}

@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from haiprof.base.errors import RunFormatError
-from haiprof.base.intervals import Ints
+from haiprof.base.intervals import Intervals, Ints
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_S
 from haiprof.run_analysis import before_death, counter_summaries, counters, run_files
@@ -389,12 +389,11 @@ class RunFrames:
         known = self.collectives().filter(own & ~pl.col("p2p")).drop_nulls("created_ns")
         return tail_ratio(segments, known["created_ns"].sort().to_numpy())
 
-    def forward_ns(self, rank: int) -> dict[int, int]:
-        """By tag of a module that was called outermost: its time in forward, in whole steps."""
-        found = self._judged_segments(rank).found
-        own = found.phase == PHASES.index("forward")
-        tags, ns = found.nested.spans.tag[own].astype(np.int64), found.nested.self_ns[own]
-        return {tag: int(ns[tags == tag].sum()) for tag in np.unique(tags).tolist()}
+    def forward_calls(self, rank: int) -> tuple[Ints, Intervals]:
+        """Tags of the modules that were called outermost in forward, and when, in Unix time."""
+        segments = self._judged_segments(rank)
+        calls = segments.found.nested.spans.take(segments.found.phase == PHASES.index("forward"))
+        return calls.tag.astype(np.int64), calls.times.shift(segments.wall_offset_ns)
 
     def _judged_segments(self, rank: int) -> RankSegments:
         return next(iter(self._segments_of({(rank, self._judged_attempts[rank])})))

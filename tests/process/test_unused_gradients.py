@@ -180,6 +180,13 @@ def test_layers_that_a_gradient_has_to_pass_are_known(
     assert (None if found is None else {keys[each] for each in found}) == passed
 
 
+def test_no_gradient_passes_an_embedding() -> None:
+    table, layer = nn.Embedding(9, 4), nn.Linear(4, 4)
+    hidden = table(torch.ones(3, dtype=torch.long))
+    loss = (hidden + layer(hidden)).sum()
+    assert object_settings._passed_through([loss], {id(table.weight)}) == set()
+
+
 def test_nothing_is_looked_at_again_where_each_gradient_is_used() -> None:
     roots, optimizers, step = frozen()
     gradients = UnusedGradients(lambda: list(enumerate(roots)), lambda: optimizers, [])

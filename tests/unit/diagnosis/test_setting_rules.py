@@ -21,7 +21,7 @@ from haiprof.run_format import schema
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.setting_lines import FLAGS
 from tests.unit.analysis.recorded import CLOCK, spans_from, write_rank, write_run
-from tests.unit.analysis.sampled import write_stacks
+from tests.unit.analysis.sampled import Stack, write_stacks
 from tests.unit.diagnosis.stories import (
     START_NS,
     counters,
@@ -33,12 +33,13 @@ from tests.unit.diagnosis.stories import (
     write_samples,
     write_story,
 )
-from tests.unit.diagnosis.tables import ENGINE, SCRIPT, job, tree_of
+from tests.unit.diagnosis.tables import ENGINE, FORWARD, MODULE, SCRIPT, job, tree_of
 
 USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
     "padding", "tracemalloc",
     "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
+    "call_hook", "unused_gradients",
     "deterministic_mode", "mkldnn_off", "unfused_adam", "optimizer_loop", "ddp_arguments",
     "threads_over_cores",
     "settings_differ", "fast_paths_off", "fsdp_units", "half_precision", "threads_under_cores",
@@ -174,6 +175,34 @@ UNPRICED: dict[str, Any] = {
 }
 
 
+COUNTS_CALLS = {
+    "sets": "sys.setprofile", "function": "Stats.__call__", "file": "/home/me/train.py", "line": 13,
+}  # fmt: skip
+HOOKED: dict[str, object] = {"hook_look_count": 80, "hooks": [COUNTS_CALLS | {"count": 80}]}
+TEACHER = {
+    "root": 0, "tensor_count": 32, "number_count": 9000, "stepped_count": 0, "passed_count": 0,
+    "complete": True,
+}  # fmt: skip
+
+
+def with_gradients(root: Path, **root_line: Any) -> dict[str, Finding]:
+    """A student and a teacher that are called in turn, and what is left of gradients of these."""
+    rows = repeated(
+        [(schema.FORWARD, 4), (schema.FORWARD_EVAL, 6), (schema.BACKWARD, 20),
+         (schema.OPTIMIZER, 2)], 120,
+    )  # fmt: skip
+    tags = {schema.FORWARD: 1}
+    spans = [(kind, tags.get(kind, 0), begin, end) for kind, _, begin, end in rows]
+    write_rank(write_run(root), spans_from(spans))
+    note(root, 0, type="unused_gradients", roots=[TEACHER | root_line])
+    told(root)
+    asks = (SCRIPT, job(44, "main"), MODULE, FORWARD)
+    write_samples(
+        root, lambda *at: asks if at[0] == "forward" else (SCRIPT, job(43, "main"), ENGINE)
+    )
+    return of_settings(judged(root))
+
+
 def full(**flags: Any) -> dict[str, Any]:
     return {"flags": FULL_PRECISION | flags, "model": FLOAT32}
 
@@ -186,6 +215,12 @@ def full(**flags: Any) -> dict[str, Any]:
         (on_cpus, {"seen": {"anomaly_count": 5}}, ()),
         (on_cpus, {"seen": {"profiler_count": 90}}, ("profiler_left_on",)),
         (on_cpus, {"seen": {"profiler_count": 20}}, ()),  # with a schedule
+        (on_cpus, {"seen": HOOKED}, ("call_hook",)),
+        (on_cpus, {"seen": HOOKED | {"hook_look_count": 2000}}, ()),  # for some steps
+        (on_cpus, {"seen": HOOKED | {"hooks": [{"function": "cProfile.Profile", "count": 80}]}},
+         ("call_hook",)),
+        (with_gradients, {}, ("unused_gradients",)),
+        (with_gradients, {"tensor_count": 0}, ()),
         (on_cpus, {"seen": PADDED}, ("padding",)),
         (on_cpus, {"seen": PADDED | {"empty_column_count": 20}}, ()),  # to a multiple of 8
         (on_cpus, {"model": {"dtypes": {"float64": 900}}}, ("double_precision",)),
@@ -325,6 +360,64 @@ def test_a_setting_costs_its_least_price(root: Path) -> None:
     ddp = {"passes": 1, "no_sync_count": 0, "find_unused_parameters": True}
     unused = with_ddp(root.with_name("ddp"), **ddp)["ddp_arguments"]
     assert (unused.cause, unused.lost_ratio is None) == ("find_unused_parameters", False)
+
+
+@pytest.mark.parametrize(
+    ("left", "gain_ms", "advice"),
+    [
+        ({}, 0.6 * 20, "torch.no_grad()"),  # by its share of forward
+        ({"stepped_count": 3}, None, "torch.no_grad()"),  # which part is theirs is not known
+        ({"complete": False}, None, "torch.no_grad()"),
+        ({"passed_count": None}, None, "torch.no_grad()"),
+        ({"passed_count": 32}, None, "no torch.no_grad()"),  # a loss that is a network
+    ],
+)
+def test_gradients_that_no_optimizer_uses_gain_what_is_known_of_their_backward(
+    root: Path, left: dict[str, Any], gain_ms: float | None, advice: str
+) -> None:
+    found = with_gradients(root, **left)["unused_gradients"]
+    assert [row.value for row in found.evidence][:2] == [32, 9000]
+    assert "32 parameters of GPT in no param group" in found.title
+    assert advice in found.remedy
+    assert ("no torch.no_grad()" in found.remedy) is (left.get("passed_count") == 32)
+    if gain_ms is None:
+        assert (found.gain, found.severity, len(found.missing)) == (None, "info", 1)
+    else:
+        assert found.gain is not None
+        gain_ns = found.gain.step_ns - found.gain.left_ns
+        assert gain_ns == pytest.approx(gain_ms * NS_PER_MS, rel=0.1)
+        assert found.gain.step_ns - found.gain.high_ns < 0.8 * gain_ns, "it rests on forward"
+        assert found.severity == "critical"
+        assert found.code_lines[0].callers == ("train.py:44 main", "train.py:300 <module>")
+
+
+def test_what_runs_in_a_hook_is_not_charged_to_the_lines_that_it_interrupts(root: Path) -> None:
+    """Every other sample in the dataset is in the function that Python calls at each call."""
+    write_story(root, lambda rank, step: (8.0, 10.0, 20.0, 2.0), steps=200)
+    told(root, seen=HOOKED)
+    item, hook = job(31, "Tagged.__getitem__"), job(18, "Stats.__call__")
+
+    def at(phase: str, step: int) -> Stack:
+        if phase != "dataloader":
+            return (SCRIPT, job(43, "main"), ENGINE)
+        return (SCRIPT, item, hook) if step % 2 else (SCRIPT, item)
+
+    write_samples(root, at, lock="h")
+    found = {each.rule: each for each in judged(root).findings}
+    gains = {name: each.gain.step_ns - each.gain.left_ns
+             for name, each in found.items() if each.gain is not None}  # fmt: skip
+    assert gains["call_hook"] == pytest.approx(4 * NS_PER_MS, rel=0.1)
+    assert gains["dataloader_bound"] == pytest.approx(4 * NS_PER_MS, rel=0.1)
+    assert "train.py:13 Stats.__call__" in found["call_hook"].title
+    assert "costs at least" in found["call_hook"].title
+    assert len(found["call_hook"].missing) == 1
+
+
+def test_a_hook_in_c_is_a_fact_without_a_price(root: Path) -> None:
+    hook = {"sets": "sys.settrace", "function": "coverage.tracer.CTracer", "count": 80}
+    found = on_cpus(root, seen=HOOKED | {"hooks": [hook]})["call_hook"]
+    assert "sys.settrace is on: coverage.tracer.CTracer is called" in found.title
+    assert (found.gain, found.severity, len(found.missing)) == (None, "info", 1)
 
 
 @pytest.mark.parametrize(
