@@ -503,8 +503,8 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
     passes = any(x.passed_count for x in unused)
     names = ", ".join(dict.fromkeys(visible(x.name or "a module") for x in unused))
     return make_finding(
-        f"gradients that no optimizer uses: {tensors:.0f} parameter{'s' * (tensors > 1)} of {names} "
-        "in no param group; they only pile up",
+        f"gradients that no optimizer uses: {tensors:.0f} parameter{'s' * (tensors > 1)} of "
+        f"{names} in no param group; they only pile up",
         "requires_grad_(False) for these parameters"
         + ("; a gradient goes on through their layers to others that train: no torch.no_grad() "
            "around those" if passes
