@@ -270,7 +270,7 @@ class UnusedGradients:
 _GRADIENT_PAUSES_NS = (0, _OFTEN_NS, _SELDOM_NS, 10 * _SELDOM_NS)
 """Before each look: an optimizer may step for the first time late."""
 _GRADIENT_STEPS = 10
-_WALKS = 8  # backward passes that are looked at for one that makes such gradients
+_WALKS = 4  # backward passes that are looked at for one that makes such gradients
 _Gradients = dict[int, tuple[int, int]]
 """By the id of a parameter that trains: the address and the version of its gradient."""
 
@@ -291,9 +291,9 @@ def _only_added_to(now: _Gradients, before: _Gradients, used: set[int], steps: i
     # what else writes to gradients (clipping, several passes) writes to those of optimizers, too.
     kept = {key for key, (at, _) in now.items() if key in before and before[key][0] == at}
     writes = {key: (now[key][1] - before[key][1]) / steps for key in kept}
-    usual = [writes[key] - 1 if key in kept else now[key][1] + 1 for key in now.keys() & used]
-    most = max(usual, default=0)
-    return {key for key in kept - used if 0 < writes[key] <= most}
+    own = [writes[key] - 1 if key in kept else now[key][1] + 1 for key in now.keys() & used]
+    usual = sorted(own)[len(own) // 2] if own else 0
+    return {key for key in kept - used if 0 < writes[key] <= usual}
 
 
 def _passed_through(outputs: Iterable[Any], unused: set[int]) -> set[int] | None:
@@ -304,7 +304,7 @@ def _passed_through(outputs: Iterable[Any], unused: set[int]) -> set[int] | None
     trains: dict[Any, bool] = {}  # whether the gradient of another leaf is behind a node
     only: dict[Any, int | None] = {}  # the leaf that alone is behind it, by a way without branches
     passed = set[int]()
-    left = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    left = [each.grad_fn for each in _plain_tensors(outputs) if each.grad_fn is not None]
     while left:
         node = left[-1]
         inner = [each for each, _ in node.next_functions if each is not None]
