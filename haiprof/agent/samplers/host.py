@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 
 from haiprof.agent.samplers.table import ChangingSampler, Node, TableSampler
@@ -103,7 +104,7 @@ class DiskTotals:
 
     def __init__(self, root: Path) -> None:
         self._block = root / "sys" / "block"
-        self._counted: dict[bytes, bool] = {}
+        self._is_counted = cache(self._is_whole_disk)
         self._sums = SummedCounters(_BITS)
 
     def __call__(self, content: bytes) -> memory.Values:
@@ -111,7 +112,7 @@ class DiskTotals:
         lines = {words[2]: words for words in map(bytes.split, content.splitlines())}
         paths = [match for match in map(_NVME_PATH.match, lines) if match]
         heads = {b"".join(path.groups()) for path in paths}
-        disks = [name for name in lines if name not in heads and self._counts(name)]
+        disks = [name for name in lines if name not in heads and self._is_counted(name)]
         if not disks:
             return (None,) * len(DISK_COLUMNS)
         counts = {name: [int(lines[name][field]) for field in _FIELDS] for name in disks}
@@ -119,15 +120,11 @@ class DiskTotals:
         scaled = (total * scale for total, scale in zip(sums, _SCALES, strict=True))
         return (*scaled, len(disks))
 
-    def _counts(self, name: bytes) -> bool:
-        if name not in self._counted:
-            self._counted[name] = self._is_whole_disk(os.fsdecode(name))
-        return self._counted[name]
-
-    def _is_whole_disk(self, name: str) -> bool:
+    def _is_whole_disk(self, encoded: bytes) -> bool:
         # Left out: partitions (in their disk already), devices stacked on others (device mapper,
         # RAID, the head of an NVMe multipath: its paths are counted), and those in memory (loop,
         # ram, zram). Source: Linux Documentation/admin-guide/iostats.rst.
+        name = os.fsdecode(encoded)
         if _MEMORY_DISK.match(name):
             return False
         if not self._block.is_dir():
@@ -140,9 +137,9 @@ NETWORK_COLUMNS = HOST.names("network_receive_bytes", "network_transmit_drop_cou
 _NET_FIELDS = (0, 8, 1, 9, 2, 10, 3, 11)
 
 TCP_COLUMNS = ("tcp_transmit_segment_count", "tcp_retransmit_segment_count")
-TCP_FIELDS = ("OutSegs", "RetransSegs")
+TCP_FIELDS = (b"OutSegs", b"RetransSegs")
 TCP_TROUBLE_COLUMNS = ("tcp_timeout_count", "tcp_listen_drop_count")
-TCP_TROUBLE_FIELDS = ("TCPTimeouts", "ListenDrops")
+TCP_TROUBLE_FIELDS = (b"TCPTimeouts", b"ListenDrops")
 
 
 class NetworkTotals:
@@ -159,14 +156,11 @@ class NetworkTotals:
         """The sums over all interfaces, None without any interface."""
         counts = {}
         for line in content.splitlines()[2:]:
-            name, _, numbers = line.rpartition(b":")
-            if self._counts(name.strip()):
-                words = numbers.split()
-                counts[name.strip()] = [int(words[field]) for field in _NET_FIELDS]
+            padded, _, numbers = line.rpartition(b":")
+            name, words = padded.strip(), numbers.split()
+            if name in self._hardware or self._is_lowest(name):
+                counts[name] = [int(words[field]) for field in _NET_FIELDS]
         return self._sums.add(counts) if counts else (None,) * len(_NET_FIELDS)
-
-    def _counts(self, name: bytes) -> bool:
-        return name in self._hardware or self._is_lowest(name)
 
     def _is_lowest(self, name: bytes) -> bool:
         """Checked each time where there is no hardware: a bridge may get its first port later."""
@@ -184,8 +178,11 @@ class NetworkTotals:
             self._hardware.add(name)
             return True
         if self._hardware_leads is None:
-            outward = _default_interfaces(self._routes)
-            self._hardware_leads = any(self._has_hardware(each) for each in outward)
+            # Of default routes destination and mask, in hex, are 0: Linux net/ipv4/fib_trie.c.
+            text = procfs.read_text(self._routes) or ""
+            routes = [fields for line in text.splitlines()[1:] if len(fields := line.split()) > 7]
+            outward = {route[0] for route in routes if route[1] == route[7] == "00000000"}
+            self._hardware_leads = any(map(self._has_hardware, outward))
         return "brport" not in links and not self._hardware_leads
 
     def _has_hardware(self, name: str, *, deep: int = 4) -> bool:
@@ -196,35 +193,12 @@ class NetworkTotals:
         return "device" in links or stacked
 
 
-def _default_interfaces(routes: Path) -> set[str]:
-    """Interfaces of default routes; none where the list cannot be read."""
-    # Source: Linux net/ipv4/fib_trie.c, fib_route_seq_show(): destination and mask are in hex.
-    fields = (line.split() for line in (procfs.read_text(routes) or "").splitlines()[1:])
-    return {each[0] for each in fields if len(each) > 7 and each[1] == each[7] == "00000000"}
-
-
-class ProtocolNumbers:
-    """Parses /proc/net/snmp or netstat: a line of names, one of numbers (snmp_counter.rst)."""
-
-    def __init__(self, protocol: str, fields: Sequence[str]) -> None:
-        self._head = b"\n" + protocol.encode() + b": "
-        self._fields = [field.encode() for field in fields]
-        self._names = b""
-        self._places: list[int | None] = []
-
-    def __call__(self, content: bytes) -> memory.Values:
-        """One number per field; None where the kernel does not count it."""
-        content = b"\n" + content
-        at = content.index(self._head)
-        values_at = content.index(self._head, at + 1)
-        names = content[at:values_at]
-        if names != self._names:
-            words = names.split()
-            self._places = [words.index(f) if f in words else None for f in self._fields]
-            self._names = names
-        end = content.find(b"\n", values_at + 1)
-        values = content[values_at : end if end >= 0 else None].split()
-        return tuple(None if place is None else int(values[place]) for place in self._places)
+def parse_protocol(content: bytes, protocol: bytes, fields: Sequence[bytes]) -> memory.Values:
+    """Numbers of /proc/net/snmp or netstat; None for a field that the kernel does not count."""
+    # A line of names, and one of numbers: Linux Documentation/networking/snmp_counter.rst.
+    names, numbers = (each.split() for each in content.splitlines() if each.startswith(protocol))
+    found = dict(zip(names, numbers, strict=True))
+    return tuple(int(found[field]) if field in found else None for field in fields)
 
 
 _NODE = re.compile(r"node(\d+)\Z")
@@ -324,9 +298,10 @@ class HostSampler(TableSampler):
              memory.NamedNumbers(tuple(memory.PAGING), tuple(memory.PAGING.values())), _OLD_KERNEL),
             ("diskstats", DISK_COLUMNS, DiskTotals(self.root), "no whole disk in it"),
             ("net/dev", NETWORK_COLUMNS, NetworkTotals(self.root), "no interface beyond lo in it"),
-            ("net/snmp", TCP_COLUMNS, ProtocolNumbers("Tcp", TCP_FIELDS), _OLD_KERNEL),
-            ("net/netstat", TCP_TROUBLE_COLUMNS,
-             ProtocolNumbers("TcpExt", TCP_TROUBLE_FIELDS), _OLD_KERNEL),
+            ("net/snmp", TCP_COLUMNS, partial(
+                parse_protocol, protocol=b"Tcp: ", fields=TCP_FIELDS), _OLD_KERNEL),
+            ("net/netstat", TCP_TROUBLE_COLUMNS, partial(
+                parse_protocol, protocol=b"TcpExt: ", fields=TCP_TROUBLE_FIELDS), _OLD_KERNEL),
         )  # fmt: skip
         # `full` of cpu is not defined for a node, and written as 0
         # (Linux Documentation/accounting/psi).
