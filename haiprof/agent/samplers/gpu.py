@@ -29,7 +29,6 @@ from haiprof.agent.samplers.nvml import (
     Nvml,
     NvmlSampler,
     Refusal,
-    call_reading,
     field_readings,
     gpu_fields,
     is_denied,
@@ -454,7 +453,7 @@ class GpuHealthSampler(NvmlSampler):
         """One batch of fields, and a call for each thing that has no field."""
         yield from field_readings(device, HEALTH_FIELDS)
         for call in HEALTH_CALLS:
-            yield call_reading(device, call)
+            yield call.reading(device)
 
 
 XID = "xid"
@@ -603,7 +602,7 @@ class GpuSampler(NvmlSampler):
         yield _utilization(device)
         yield _memory(device)
         for call in CALLS:
-            yield call_reading(device, call)
+            yield call.reading(device)
         fields, links = gpu_fields(device.nvml.driver), nvlink_fields(device)
         by_gpm = (*PCIE, *NVLINK) if is_denied(device, links) else PCIE
         try:
@@ -645,7 +644,7 @@ def _utilization(device: Device) -> Reading:
         reason = "MIG is on: NVML has no utilization of a GPU cut into instances"
         why = Unavailable(reason, status="unsupported")
         return refused_reading(call.columns.split(), call.functions, why)
-    return call_reading(device, call)
+    return call.reading(device)
 
 
 def _memory(device: Device) -> Reading:

@@ -139,9 +139,11 @@ class Stream:
         if now_ns >= self.pace.due_ns:
             read_ns = self._take()
             self.pace.advance(self.clock(), read_ns)
-        elif now_ns - self._last_ns >= _MIN_GAP_NS and self._is_urgent():
-            self._take()
-            self.pace.restart(self._last_ns)
+        elif now_ns - self._last_ns >= _MIN_GAP_NS:
+            with self._guard():
+                if self.sampler.urgent():
+                    self._take()
+                    self.pace.restart(self._last_ns)
 
     def finish(self) -> None:
         """Takes the last sample, unless there has just been one."""
@@ -179,11 +181,6 @@ class Stream:
     def _describe(self, entities: object) -> None:
         if isinstance(entities, list):
             self.entities = {**self.entities, **entities_by_key(entities)}
-
-    def _is_urgent(self) -> bool:
-        with self._guard():
-            return self.sampler.urgent()
-        return False
 
     def _report_missing(self, missing: list[Missing]) -> None:
         for each in missing:
@@ -276,8 +273,13 @@ class SamplingLoop:
         """Opens one sampler after the other: the first counts before a slow driver answers."""
         header = {"host": self.host, "pid": os.getpid()}
         anchor = ClockAnchor.now()
-        streams = []
-        for sampler in self._choose():
+        samplers, streams = self.samplers, []
+        if samplers is None:
+            from haiprof.agent.samplers.registry import SAMPLERS  # slow: not earlier
+
+            chosen = [kind for kind in SAMPLERS if kind.recorder in self.options.recorder]
+            samplers = [kind(self._surroundings) for kind in chosen]
+        for sampler in samplers:
             interval_ns = int(self.options.interval(sampler.recorder) * sampler.every * NS_PER_S)
             stream = Stream(
                 sampler, interval_ns, clock=self.clock, report=self._report,
@@ -289,14 +291,6 @@ class SamplingLoop:
             else:
                 stream.close()
         return streams
-
-    def _choose(self) -> Sequence[TableSampler]:
-        if self.samplers is not None:
-            return self.samplers
-        from haiprof.agent.samplers.registry import SAMPLERS  # slow: not earlier
-
-        chosen = [kind for kind in SAMPLERS if kind.recorder in self.options.recorder]
-        return [kind(self._surroundings) for kind in chosen]
 
     def _report_suspend(self, watch: SuspendWatch) -> None:
         if gap_ns := watch.gap_ns():

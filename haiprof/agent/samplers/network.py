@@ -115,21 +115,19 @@ def find_ports(root: Path) -> list[Port]:
         absent = "no RDMA device: no InfiniBand or RoCE driver is loaded"
         reason = absent if status == "absent" else f"{base}: {error.strerror}"
         raise Unavailable(reason, status=status) from None
-    ports = [port for device in devices for port in _ports_of(base / device)]
+    ports = []
+    for device in devices:  # one that has just gone, or has no port yet, is found by a later look
+        folder = base / device / "ports"
+        numbers = sorted(int(name) for name in list_names(folder) if name.isdigit())
+        ports += [
+            Port(device=device, number=number, folder=folder / str(number), inode=present,
+                 alone=len(numbers) == 1)
+            for number in numbers
+            if (present := inode(folder / str(number))) is not None
+        ]  # fmt: skip
     if not ports:
         raise Unavailable(f"{base} lists no port of an RDMA device")
     return ports
-
-
-def _ports_of(device: Path) -> list[Port]:
-    # None where it has just gone, or has no port yet: a later look finds it.
-    numbers = sorted(int(name) for name in list_names(device / "ports") if name.isdigit())
-    folders, alone = {n: device / "ports" / str(n) for n in numbers}, len(numbers) == 1
-    return [
-        Port(device=device.name, number=number, folder=folder, inode=present, alone=alone)
-        for number, folder in folders.items()
-        if (present := inode(folder)) is not None
-    ]
 
 
 def link_rate(text: str) -> float | None:

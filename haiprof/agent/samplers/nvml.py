@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -197,14 +196,22 @@ class Call:
     arguments: tuple[object, ...] = ()
     values: Callable[[Any], Sequence[Value]] = lambda answer: (answer,)  # of NVML's, in base units
 
+    def reading(self, device: Device) -> Reading:
+        """Of one GPU."""
+        names = self.functions.split()
+        function = next((name for name in names[:-1] if self._is_known(device, name)), names[-1])
+        return Reading(
+            columns=tuple(self.columns.split()), origin=function,
+            read=lambda: self.values(device.call(function, *self.arguments)),
+        )  # fmt: skip
 
-def call_reading(device: Device, call: Call) -> Reading:
-    """A call as a reading."""
-    names = call.functions.split()
-    function = next((name for name in names[:-1] if _is_known(device, name, call)), names[-1])
-    columns = tuple(call.columns.split())
-    read = partial(device.call, function, *call.arguments)
-    return Reading(columns=columns, origin=function, read=lambda: call.values(read()))
+    def _is_known(self, device: Device, function: str) -> bool:
+        """Whether both driver and binding have it, whatever it answers."""
+        try:
+            device.call(function, *self.arguments)
+        except Unavailable as why:
+            return isinstance(why, Refusal) and why.code != FUNCTION_NOT_FOUND
+        return True
 
 
 class NvmlSampler(TableSampler):
@@ -265,17 +272,6 @@ def sysfs_bus_id(bus_id: str) -> str:
 def text(words: str | bytes) -> str:
     """NVML's words are bytes in older bindings."""
     return words.decode(errors="replace") if isinstance(words, bytes) else words
-
-
-def _is_known(device: Device, function: str, call: Call) -> bool:
-    """Whether both driver and binding have it, whatever it answers."""
-    try:
-        device.call(function, *call.arguments)
-    except Refusal as why:
-        return why.code != FUNCTION_NOT_FOUND
-    except Unavailable:
-        return False
-    return True
 
 
 _READ = "nvmlDeviceGetFieldValues"

@@ -78,18 +78,15 @@ class RankSampler(TableSampler):
         except (RunFormatError, KeyError, TypeError, ValueError) as error:
             self.missing.note(name, Unavailable(f"its report cannot be used: {error!r}"))
             return
-        self._check(process)
-
-    def _check(self, process: RankProcess) -> None:
         # A restarted rank and a reused pid have another key, so that no rate spans both. The first
         # reading of a rank has to raise `EntityGone` when the process has ended.
         pid, start_ticks = process.pid, procfs.read_start_ticks(self.root, process.pid)
         if start_ticks is None:
             reason = f"no process {pid} (it has ended, or it runs in another PID namespace)"
-            self.missing.note(process.name, Unavailable(reason, remedy=_OTHER_NAMESPACE))
+            self.missing.note(name, Unavailable(reason, remedy=_OTHER_NAMESPACE))
         elif start_ticks != process.start_ticks:
             reason = f"process {pid} is not the one that reported in (it started at another time)"
-            self.missing.note(process.name, Unavailable(reason))
+            self.missing.note(name, Unavailable(reason))
         elif (pid, start_ticks) not in {entity.key for entity in self.entities}:
             self.add(self._entity(process))
 

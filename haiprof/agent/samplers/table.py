@@ -377,7 +377,9 @@ def _read(bound: _Bound) -> Sequence[int | float | Unavailable]:
         if why.lasting:
             bound.refused.append(why)
         return (why,) * len(reading.columns)
-    return [_lacking(reading) if value is None else value for value in values]
+    lacks = f"{reading.origin}: {reading.lacking or 'no such value in it'}"
+    missing = Unavailable(lacks, status="unsupported", remedy=reading.remedy)
+    return [missing if value is None else value for value in values]
 
 
 def as_unavailable(error: Exception, reading: Reading) -> Unavailable:
@@ -390,11 +392,6 @@ def as_unavailable(error: Exception, reading: Reading) -> Unavailable:
         reason = f"{reading.origin}: {error.strerror or error}{because}"
         return Unavailable(reason, status=status, remedy=reading.remedy, lasting=status == "denied")
     return Unavailable(f"{reading.origin}: unexpected content", status="unsupported")
-
-
-def _lacking(reading: Reading) -> Unavailable:
-    reason = f"{reading.origin}: {reading.lacking or 'no such value in it'}"
-    return Unavailable(reason, status="unsupported", remedy=reading.remedy)
 
 
 def _describe(entity: Entity) -> dict[str, object]:
