@@ -111,6 +111,11 @@ class LiveRank(NamedTuple):
     paths: RankPaths
     reported_steps: int | None = None  # optimizer steps, as last answered to `ask_steps`
 
+    @property
+    def name(self) -> str:
+        """`3`, `3.1` for its second attempt."""
+        return self.paths.root.name
+
 
 @dataclass(slots=True)
 class Peer:
@@ -118,10 +123,7 @@ class Peer:
 
     connection: socket.socket
     pid: int  # its process id, from the kernel
-    rank: int | None = None
-    attempt: int = 0
-    name: str = ""  # `3`, `3.1` for its second attempt; empty until it has introduced itself
-    reported_steps: int | None = None
+    member: LiveRank | None = None  # None until it has introduced itself
     given: int = -1  # a descriptor that came with its last message: its ring; -1 where none did
 
 
@@ -204,8 +206,8 @@ class Relay:
                 self._introduce(peer)
 
     def _introduce(self, peer: Peer) -> None:
-        if self.uplink is not None and peer.name:
-            member = {"name": peer.name, "rank": peer.rank, "host": self.host, "pid": peer.pid}
+        if self.uplink is not None and (own := peer.member) is not None:
+            member = {"name": own.name, "rank": own.rank, "host": self.host, "pid": own.pid}
             self.uplink.send({"member": member})
 
     def _from_below(self, controller: Controller) -> None:
@@ -236,11 +238,7 @@ class Relay:
 
     def live_ranks(self) -> list[LiveRank]:
         """Each rank that is connected."""
-        return [
-            LiveRank(p.rank, p.pid, self.run.rank(p.rank, p.attempt), p.reported_steps)
-            for p in self.peers
-            if p.rank is not None
-        ]
+        return [peer.member for peer in self.peers if peer.member is not None]
 
     def ask_steps(self, pids: Collection[int]) -> None:
         """Asks some processes how many optimizer steps there were; `live_ranks` has the answers."""
@@ -302,12 +300,13 @@ class Relay:
             self.peers.append(Peer(connection, pid))
 
     def _ask(self, peer: Peer, request: control.Request) -> None:
-        if not peer.name or (request.ranks is not None and peer.rank not in request.ranks):
+        own = peer.member
+        if own is None or (request.ranks is not None and own.rank not in request.ranks):
             return
         if request.kind == "stacks":  # a stopped process cannot answer
-            self._keep(peer, request.id, {"state": "asked", "process": process_state(peer.pid)})
+            self._keep(own, request.id, {"state": "asked", "process": process_state(peer.pid)})
         if not self._send(peer, control.encode_message(request.as_json())):
-            self._keep(peer, request.id, {"state": "refused", "reason": "its requests pile up"})
+            self._keep(own, request.id, {"state": "refused", "reason": "its requests pile up"})
 
     def _send(self, peer: Peer, packet: bytes) -> bool:
         """Sends without waiting; False where the rank has not read the last packets yet."""
@@ -338,35 +337,36 @@ class Relay:
 
     def _take(self, peer: Peer, message: dict[str, Any]) -> None:
         hello, request_id = control.conform(message.get("hello"), control.HELLO), message.get("id")
-        if hello is not None and not peer.name:
-            rank, attempt = peer.rank, peer.attempt = hello["rank"], hello["attempt"]
-            peer.name = f"{rank}.{attempt}" if attempt else str(rank)
+        if peer.member is None:
+            if hello is None:
+                return
+            paths = self.run.rank(hello["rank"], hello["attempt"])
+            peer.member = LiveRank(hello["rank"], peer.pid, paths)
             if peer.given >= 0 and _is_ring(peer.given):
                 ticks = procfs.read_start_ticks(_ROOT, peer.pid) if peer.pid else None
-                paths = self.run.rank(rank, attempt)
                 self._rings.append(_HeldRing(peer.given, peer.pid, ticks, paths))
                 peer.given = -1
             # Drops an older connection of the same process, whose descriptor the job has closed.
-            for other in list(self.peers):
-                if other is not peer and (other.name, other.pid) == (peer.name, peer.pid):
+            for other in [p for p in self.peers if p is not peer and p.member is not None]:
+                if other.member is not None and other.member[:3] == peer.member[:3]:
                     self._drop(other)
             self._introduce(peer)
         elif request_id == _STEPS_ID:
             steps = message.get("step")
-            peer.reported_steps = steps if type(steps) is int else None
-        elif control.is_id(request_id) and request_id in self._asked and peer.name:
+            peer.member = peer.member._replace(reported_steps=steps if type(steps) is int else None)
+        elif control.is_id(request_id) and request_id in self._asked:
             content = {name: value for name, value in message.items() if name != "id"}
             if control.conform(content, control.REPLY) is not None:
-                self._keep(peer, str(request_id), content)
+                self._keep(peer.member, str(request_id), content)
 
-    def _keep(self, peer: Peer, request_id: str, content: dict[str, Any]) -> None:
-        said = {"rank": peer.rank, "host": self.host, "pid": peer.pid, **content}
+    def _keep(self, own: LiveRank, request_id: str, content: dict[str, Any]) -> None:
+        said = {"rank": own.rank, "host": self.host, "pid": own.pid, **content}
         if request_id in self._remote and self.uplink is not None:
-            above = {**said, "name": peer.name, "run": str(self.run.root)}
+            above = {**said, "name": own.name, "run": str(self.run.root)}
             self.uplink.send({"id": request_id, "reply": above})
             return
         with contextlib.suppress(OSError):  # full disk: the rank seems silent
-            control.post_reply(self.run, request_id, peer.name, said)
+            control.post_reply(self.run, request_id, own.name, said)
 
     def _drop(self, peer: Peer) -> None:
         peer.connection.close()
@@ -511,6 +511,7 @@ class Agent:
 
     def __post_init__(self) -> None:
         self._relay = Relay(self.run, self.host)
+        self.live_ranks, self.ask_steps = self._relay.live_ranks, self._relay.ask_steps
 
     def start(self) -> None:
         """Starts sampling, unless another launcher on this node already does."""
@@ -544,14 +545,6 @@ class Agent:
         if self._reach_at is not None and time.monotonic() >= self._reach_at:
             self._reach()
         self._relay.tick()
-
-    def live_ranks(self) -> list[LiveRank]:
-        """The ranks of this node that can be asked."""
-        return self._relay.live_ranks()
-
-    def ask_steps(self, pids: Collection[int]) -> None:
-        """Asks processes of ranks how many optimizer steps there were; see `Relay.ask_steps`."""
-        self._relay.ask_steps(pids)
 
     def starting(self) -> list[Process]:
         """Processes that have loaded torch and haiprof's hook, and have not begun to train."""

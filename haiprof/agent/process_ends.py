@@ -372,7 +372,7 @@ class ProcessEnds:
     def tick(self, ranks: Iterable[LiveRank]) -> None:
         """Takes up the ranks that have reported in, and looks for new processes now and then."""
         for rank in ranks:
-            self._reported[rank.pid] = rank.rank, int(rank.paths.root.name.partition(".")[2] or 0)
+            self._reported[rank.pid] = rank.rank, int(rank.name.partition(".")[2] or 0)
             self._watch(rank.pid)
         now = time.monotonic()
         if now >= self._scan_at:
@@ -473,8 +473,10 @@ class ProcessEnds:
             line["oom"] = self._oom(pid)
         failed = how.signal is not None or bool(how.status)
         if failed:
-            line["shm"] = _shared_memory()
-            line["address_limit_bytes"] = self._address_limits.get(pid)
+            line |= {"shm": None, "address_limit_bytes": self._address_limits.get(pid)}
+            with contextlib.suppress(OSError):  # it is not there
+                total, used, _ = shutil.disk_usage("/dev/shm")
+                line["shm"] = {"used_bytes": used, "total_bytes": total}
         return line | self._output.last_lines(pid, rank, failed=failed)
 
     def _rank_of(self, pid: int) -> int | None:
@@ -565,14 +567,6 @@ def _limit(place: cgroups.Cgroup) -> float | None:
     limit = cgroups.tightest_limit(cgroups.MEMORY_LIMIT, place)
     with contextlib.closing(limit), contextlib.suppress(OSError, ValueError):
         return limit.read()
-    return None
-
-
-def _shared_memory() -> dict[str, int] | None:
-    """How full /dev/shm is; None where it is not there."""
-    with contextlib.suppress(OSError):
-        total, used, _ = shutil.disk_usage("/dev/shm")
-        return {"used_bytes": used, "total_bytes": total}
     return None
 
 

@@ -358,7 +358,7 @@ class Controller(LoopThread):
         self._key = key
         self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
         """Address of each peer that has not proven itself, and since when; the oldest one first."""
-        self._agents: dict[asyncio.Task[None], Line] = {}
+        self.agents: dict[asyncio.Task[None], Line] = {}  # those that are connected
         self._budget = Budget(CONNECTIONS_PER_S)
         self._replies: deque[bytes] = deque()
         # Each is changed by one thread: what came in by the loop's, what was taken by the other.
@@ -380,11 +380,6 @@ class Controller(LoopThread):
         self.begin(self._accept(listener))
 
     @property
-    def agent_count(self) -> int:
-        """Agents that are connected."""
-        return len(self._agents)
-
-    @property
     def queued_bytes(self) -> int:
         """Size of the replies that wait to be taken."""
         return self._received_bytes - self._taken_bytes
@@ -394,7 +389,7 @@ class Controller(LoopThread):
         data = json.dumps(message).encode()
 
         def send() -> None:
-            for line in list(self._agents.values()):
+            for line in list(self.agents.values()):
                 line.send(data)
 
         self.call(send)
@@ -410,7 +405,7 @@ class Controller(LoopThread):
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
-        self._agents.pop(task, None)
+        self.agents.pop(task, None)
         task.cancel()
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -428,7 +423,7 @@ class Controller(LoopThread):
                     await asyncio.sleep(0)  # those who are in have their turn
         finally:
             listener.close()
-            tasks = [*self._strangers, *self._agents]
+            tasks = [*self._strangers, *self.agents]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -445,7 +440,7 @@ class Controller(LoopThread):
         # Some descriptors are left for the launcher's own work.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = min(MAX_AGENTS, max(soft - _OWN_DESCRIPTORS, soft // 2))
-        return min(MAX_STRANGERS, max(most - len(self._agents), 0))
+        return min(MAX_STRANGERS, max(most - len(self.agents), 0))
 
     def _let_in(self, accepted: socket.socket, address: str) -> None:
         if not self._stranger_limit():
@@ -482,23 +477,20 @@ class Controller(LoopThread):
                 handshake = await prove(reader, writer.write, self._key)
                 deadline.cancel()
                 self._strangers.pop(task, None)
-                self._agents[task] = Line(writer, handshake.signer(CONTROLLER))
+                self.agents[task] = Line(writer, handshake.signer(CONTROLLER))
                 incoming, budget = handshake.signer(AGENT), Budget(MESSAGES_PER_S)
                 while True:
                     data = await read_message(reader, incoming)
                     if not budget.spend(self._loop.time()):
                         return
-                    self._keep(data)
+                    self._received_bytes += len(data) + _REPLY_OVERHEAD_BYTES
+                    self._replies.append(data)
+                    if self.queued_bytes > KEPT_BYTES:
+                        self._has_room.clear()
                     # What is not read stays in the kernel's buffers, and so with the agent.
                     await self._has_room.wait()
             finally:
                 writer.transport.abort()
-
-    def _keep(self, data: bytes) -> None:
-        self._received_bytes += len(data) + _REPLY_OVERHEAD_BYTES
-        self._replies.append(data)
-        if self.queued_bytes > KEPT_BYTES:
-            self._has_room.clear()
 
 
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)

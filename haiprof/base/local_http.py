@@ -13,7 +13,6 @@ import ipaddress
 import os
 import socket
 import socketserver
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -97,26 +96,20 @@ def peer_uid(peer: Address, own: Address, *, folder: Path = _PROC_NET) -> int | 
 
 def _entries(peer: Address, own: Address) -> list[tuple[str, bytes]]:
     """Tables of the kernel's, and how a connection from `peer` to `own` stands in each."""
-    ends = [(_pack_address(end[0]), end[1]) for end in (peer, own)]
-    if len(ends[0][0]) > _IPV4_BYTES:
-        return [("tcp6", _entry(ends))]
+    packed = [ipaddress.ip_address(host.partition("%")[0]).packed for host, *_ in (peer, own)]
+    plain = [address.removeprefix(_MAPPED) for address in packed]  # IPv4 however it is written
     # A program may have opened an IPv6 socket for an IPv4 address.
-    return [("tcp", _entry(ends)), ("tcp6", _entry([(_MAPPED + a, port) for a, port in ends]))]
-
-
-def _pack_address(host: str) -> bytes:
-    """The bytes of an address; an IPv4 address is one however it is written."""
-    return ipaddress.ip_address(host.partition("%")[0]).packed.removeprefix(_MAPPED)
-
-
-def _entry(ends: list[tuple[bytes, int]]) -> bytes:
-    return b" ".join(b"%s:%04X" % (_hex(address), port) for address, port in ends) + b" "
+    heads = {"tcp6": b""} if len(plain[0]) > _IPV4_BYTES else {"tcp": b"", "tcp6": _MAPPED}
+    return [
+        (name, b"".join(b"%s:%04X " % (_hex(head + address), end[1])
+                        for address, end in zip(plain, (peer, own), strict=True)))
+        for name, head in heads.items()
+    ]  # fmt: skip
 
 
 def _hex(address: bytes) -> bytes:
     """An address as the kernel prints it: words of 32 bits in the machine's own order."""
-    words = (address[i : i + 4] for i in range(0, len(address), 4))
-    return b"".join(b"%08X" % int.from_bytes(word, sys.byteorder) for word in words)
+    return b"".join(b"%08X" % word for word in memoryview(address).cast("I"))
 
 
 @dataclass(slots=True)

@@ -152,13 +152,10 @@ def _first_line(line: CommandLine, options: Options, run: RunPaths) -> str:
     detail = f" ({'; '.join(parts)})" if parts else ""
     own_python = line.command[0] == sys.executable and len(line.command) > 1
     words = line.command[1:] if own_python else line.command  # which Python is no surprise then
-    return f"recording {shlex.join(mask_command(words))} into {_short(run.root)}{detail}"
-
-
-def _short(path: Path) -> str:
+    where = run.root
     with contextlib.suppress(ValueError, OSError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
+        where = where.relative_to(Path.cwd())
+    return f"recording {shlex.join(mask_command(words))} into {where}{detail}"
 
 
 START_LIMIT_S = 30.0  # how long a log directory that does not answer may delay the start of the job

@@ -90,21 +90,17 @@ def parse_pressure(content: bytes) -> Values:
     """Time in ns in which some task, and in which all of them, waited; from a pressure file."""
     # Source: Linux Documentation/accounting/psi.rst; its totals are in us. `full` of cpu is not
     # there before Linux 5.13.
-    some, _, rest = content.partition(b"\n")
-    if not some.startswith(b"some "):
-        raise ValueError("the first line is not `some`")
-    full = _stalled_ns(rest.partition(b"\n")[0]) if rest.startswith(b"full ") else None
-    return (_stalled_ns(some), full)
-
-
-def _stalled_ns(line: bytes) -> int:
-    return int(line[line.index(b"total=") + 6 :]) * 1000
+    totals = {kind: int(us) * 1000 for kind, us in _STALLED.findall(content)}
+    if b"some" not in totals:
+        raise ValueError("no line `some`")
+    return (totals[b"some"], totals.get(b"full"))
 
 
 PSI_REMEDY = "a kernel with CONFIG_PSI, booted with psi=1"
 SAMPLE_PAGES = 512
 _DRAW_EVERY = 6  # reads: listing the thousands of mappings of a big process takes milliseconds
 _PIECE_BYTES = 1 << 16
+_STALLED = re.compile(rb"^(some|full) .*total=(\d+)$", re.MULTILINE)
 _ANONYMOUS = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) rw.p [0-9a-f]+ 00:00 0\b", re.MULTILINE)
 _SYSCALLS = {"x86_64": 279, "aarch64": 239}  # Linux syscall tables
 _IN_CONTAINER = "start the container with --cap-add SYS_NICE, or a seccomp profile that allows it"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import os
 import platform
 import struct
@@ -58,7 +57,8 @@ class Kernel:
             raise OSError(errno.ENOSYS, f"not known on {platform.machine()}")
         buffer = ctypes.create_string_buffer(attr, len(attr))
         flags = ctypes.c_ulong(_CLOSE_ON_EXEC)
-        fd: int = _libc().syscall(ctypes.c_long(number), buffer, pid, cpu, -1, flags)
+        library = ctypes.CDLL(None, use_errno=True)
+        fd: int = library.syscall(ctypes.c_long(number), buffer, pid, cpu, -1, flags)
         if fd < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
@@ -71,11 +71,6 @@ class Kernel:
     def close(self, fd: int) -> None:
         """Ends the counting."""
         os.close(fd)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(slots=True)

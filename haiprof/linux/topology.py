@@ -152,7 +152,8 @@ def adapters(root: Path) -> list[Adapter]:
 
 def nearest_adapters(gpu: PciDevice, among: Sequence[Adapter]) -> set[str]:
     """Adapters that share the most bridges with a GPU (a PCIe switch), at least a root port."""
-    shared = {a.name: _count_shared(gpu.bridges, a.pci.bridges) for a in among if a.pci is not None}
+    own = {*gpu.bridges}  # in a tree, those of two devices are alike from the root on
+    shared = {a.name: len(own & {*a.pci.bridges}) for a in among if a.pci is not None}
     most = max(shared.values(), default=0)
     return {name for name, count in shared.items() if count == most and count > 0}
 
@@ -167,8 +168,3 @@ def _device(folder: Path) -> PciDevice | None:
         cpus=read_text(folder / "local_cpulist") or None,
         bridges=tuple(part for part in parts[:-1] if _PCI_ADDRESS.match(part)),
     )
-
-
-def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
-    same = [a == b for a, b in zip(left, right, strict=False)]
-    return same.index(False) if False in same else len(same)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,20 @@ class _Below:
         return paths.root / self._place
 
 
+class _Each(_Below):
+    """The path of one of many alike; it is called with what tells them apart."""
+
+    def __get__(self, paths: _Inside | RunPaths, _: object = None) -> Callable[..., Path]:  # type: ignore[override]
+        return lambda *parts: paths.root / self._place.format(*parts)
+
+
+class _Found(_Below):
+    """The files that match a pattern, in order of their names."""
+
+    def __get__(self, paths: _Inside | RunPaths, _: object = None) -> Callable[[], list[Path]]:  # type: ignore[override]
+        return lambda: sorted(paths.root.glob(self._place))
+
+
 @dataclass(frozen=True)
 class _Inside:
     """A folder in the run directory, of one process or node."""
@@ -51,9 +66,7 @@ class RankPaths(_Inside):
     folded = _Below("folded.rec")  # sums of its old steps, without records (`run_format.folded`)
     stacks = _Below("stacks.jsonl")  # samples of the training thread's Python stack (`stack_lines`)
 
-    def worker_stacks(self, worker: int) -> Path:
-        """The same of the rank's DataLoader workers of one number."""
-        return self.root / f"worker-{worker}.jsonl"
+    worker_stacks = _Each("worker-{}.jsonl")  # the same of its DataLoader workers of one number
 
     def worker_stack_files(self) -> dict[int, Path]:
         """Those that exist, by the workers' number."""
@@ -64,13 +77,9 @@ class RankPaths(_Inside):
 
     sampling_over = _Below("sampling-over")  # tells the DataLoader workers that it is over; empty
 
-    def collectives(self, wall_ns: int) -> Path:
-        """The last collectives, with their times, as the Flight Recorder had them then."""
-        return self.root / f"collectives-{wall_ns}.json.gz"
-
-    def collective_files(self) -> list[Path]:
-        """Those that exist, oldest first."""
-        return sorted(self.root.glob("collectives-*.json.gz"))
+    collectives = _Each("collectives-{}.json.gz")
+    """The last collectives, with their times, as the Flight Recorder had them at a Unix time."""
+    collective_files = _Found("collectives-*.json.gz")
 
 
 class NodePaths(_Inside):
@@ -91,17 +100,11 @@ class NodePaths(_Inside):
         """Where lines of this folder are moved once they are many."""
         return path.with_name(f"{path.stem}-1{path.suffix}")
 
-    def records(self, source: str) -> Path:
-        """The record file of one sampler, such as `host`, `process` or `gpu`."""
-        return self.root / f"{source}.rec"
-
-    def old_records(self, source: str) -> Path:
-        """Its old records, one a minute; the file itself goes on where these end."""
-        return self.root / f"{source}-folded.rec"
-
-    def history(self, source: str, tier: str, number: int) -> Path:
-        """One file of what `haiprof node` keeps of a source: `host-10s-3.rec`."""
-        return self.root / f"{source}-{tier}-{number}.rec"
+    records = _Each("{}.rec")  # of one sampler, such as `host`, `process` or `gpu`
+    old_records = _Each("{}-folded.rec")
+    """Its old records, one a minute; the file itself goes on where these end."""
+    history = _Each("{}-{}-{}.rec")
+    """One file of what `haiprof node` keeps of a source, by its tier and number: `host-10s-3`."""
 
     def history_files(self, source: str, tier: str) -> list[tuple[int, Path]]:
         """Those that exist, by number: oldest first."""
@@ -122,14 +125,9 @@ class RunPaths:
     boot_enter = _Below("boot/enter.py")
     """The script that `haiprof attach --inject` runs in a process not started under haiprof."""
 
-    def injection_result(self, pid: int) -> Path:
-        """The result of that script in one process."""
-        return self.boot / f"injected-{pid}.json"
-
-    def stacks(self, rank: int) -> Path:
-        """Stacks of a rank's main thread, sampled from outside, and how often each was seen."""
-        return self.report / f"stacks-{rank}.folded"
-
+    injection_result = _Each("boot/injected-{}.json")  # of that script in one process
+    stacks = _Each("report/stacks-{}.folded")
+    """Stacks of a rank's main thread, sampled from outside, and how often each was seen."""
     external_samples_json = _Below("report/outside.json")
     """Samples of processes that do not run under haiprof, taken from outside."""
     ranks = _Below("ranks")  # one folder per rank and attempt
@@ -148,17 +146,9 @@ class RunPaths:
         """Those that exist, by rank."""
         return _numbered_files(self.flight, "rank_")
 
-    def uncaught_file(self, host: str, pid: int) -> Path:
-        """The exceptions of one process."""
-        return self.uncaught / f"{host}-{pid}.json"
-
-    def uncaught_files(self) -> list[Path]:
-        """Those that exist."""
-        return _json_files(self.uncaught)
-
-    def snapshot_files(self) -> list[Path]:
-        """The snapshots that were taken, oldest first."""
-        return sorted(self.snapshots.glob("*/snapshot.json"))
+    uncaught_file = _Each("uncaught/{}-{}.json")  # the exceptions of one process, by host and pid
+    uncaught_files = _Found("uncaught/*.json")
+    snapshot_files = _Found("snapshots/*/snapshot.json")
 
     def native_ends(self, kind: str) -> list[tuple[str, int, Path]]:
         """Files of processes that native code ended, by host and process id.
@@ -173,29 +163,16 @@ class RunPaths:
         return found
 
     memory = _Below("memory")  # what GPU memory held where it ran out, and allocator's snapshots
-
-    def out_of_memory_file(self, host: str, pid: int) -> Path:
-        """Allocations that failed in one process."""
-        return self.memory / f"{host}-{pid}.json"
-
-    def memory_snapshot(self, host: str, pid: int) -> Path:
-        """The allocator's snapshot of one process, as torch.cuda.memory writes it."""
-        return self.memory / f"{host}-{pid}.pickle"
-
-    def out_of_memory_files(self) -> list[Path]:
-        """Those that exist."""
-        return _json_files(self.memory)
-
+    out_of_memory_file = _Each("memory/{}-{}.json")  # allocations that failed in one process
+    out_of_memory_files = _Found("memory/*.json")
+    memory_snapshot = _Each("memory/{}-{}.pickle")
+    """The allocator's snapshot of one process, as torch.cuda.memory writes it."""
     report = _Below("report")  # results: verdict.json, verdict.txt
     verdict_json = _Below("report/verdict.json")  # the verdict for scripts
     diagnosis_json = _Below("report/diagnosis.json")  # the verdict in the form of docs/diagnosis.md
     verdict_text = _Below("report/verdict.txt")  # the verdict card as it was printed
     answers = _Below("report/answers")  # of commands, kept once the job has ended (`kept_answers`)
-
-    def answer(self, name: str) -> Path:
-        """One of them."""
-        return self.answers / f"{name}.json"
-
+    answer = _Each("report/answers/{}.json")
     comparison_json = _Below("report/compare.json")
     """How the run compared with the one that `--baseline last-good` chose."""
     report_html = _Below("report/report.html")  # the report page
@@ -210,17 +187,10 @@ class RunPaths:
     control_members = _Below("control/members")
     """Ranks of nodes that do not share the run directory, as their agents reported them."""
 
-    def control_request(self, request_id: str) -> Path:
-        """The file of one request."""
-        return self.control_requests / f"{request_id}.json"
-
-    def control_reply(self, request_id: str) -> Path:
-        """The replies to one request."""
-        return self.control_replies / request_id
-
-    def control_reaction(self, trigger: str, number: int) -> Path:
-        """A reaction of one of the agents: the file is first its claim, then its result."""
-        return self.control / f"reaction-{trigger}-{number}.json"
+    control_request = _Each("control/requests/{}.json")
+    control_reply = _Each("control/replies/{}")  # the folder with the replies to one request
+    control_reaction = _Each("control/reaction-{}-{}.json")
+    """A reaction of one of the agents: the file is first its claim, then its result."""
 
     def rank(self, rank: int, attempt: int = 0) -> RankPaths:
         """The files of one rank; a restarted rank is another attempt."""
@@ -275,10 +245,6 @@ def _numbered_files(
     own = (name for name in names if name.startswith(begin) and name.endswith(end))
     numbers = ((name[len(begin) : len(name) - len(end)], name) for name in own)
     return sorted((int(n), folder / name) for n, name in numbers if _is_number(n, digits))
-
-
-def _json_files(folder: Path) -> list[Path]:
-    return sorted(Path(entry) for entry in _entries(folder) if entry.name.endswith(".json"))
 
 
 def _is_number(name: str, limit: int = 10) -> bool:

@@ -185,12 +185,14 @@ def entity_attributes(
 def _instrument(table: Table, column: Column) -> Instrument:
     name, *more = _name(table.name, column).split()
     own_unit, divisor = _UNITS.get(column.unit, (f"{{{column.unit}}}", 1))
-    counts = counter_end(column.kind) is not None
+    end, ending = counter_end(column.kind), ""
+    if end is not None and (end.bits < 64 or end.sticks):  # Prometheus takes a wrap for a reset
+        ending = f" ({'stops' if end.sticks else 'goes on at 0'} after {end.bits} bits)"
     return Instrument(
         name=name, unit=next((word for word in more if "=" not in word), own_unit),
-        kind="counter" if counts else "updown" if name in _UP_DOWN else "gauge", divisor=divisor,
-        attributes=dict(word.split("=") for word in more if "=" in word),
-        description=column.meaning + _ending(column.kind),
+        kind="updown" if end is None and name in _UP_DOWN else "counter" if end else "gauge",
+        divisor=divisor, attributes=dict(word.split("=") for word in more if "=" in word),
+        description=column.meaning + ending,
     )  # fmt: skip
 
 
@@ -206,14 +208,6 @@ def _name(source: str, column: Column) -> str:
     elif column.unit == "count" and stem != column.name:
         stem += ".count"
     return f"haiprof.{_NAMESPACES.get(source, source)}.{stem}"
-
-
-def _ending(kind: str) -> str:
-    """The note on a counter narrower than 64 bits: Prometheus takes a wrap for a reset."""
-    end = counter_end(kind)
-    if end is None or (end[0] >= 64 and not end[1]):
-        return ""
-    return f" (stops after {end[0]} bits)" if end[1] else f" (goes on at 0 after {end[0]} bits)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,8 +246,10 @@ def series_labels(
 ) -> dict[str, str]:  # fmt: skip
     """Labels of one series, in order; what is not known is left out."""
     gpu = key[0] if keys == ("gpu",) and key else None
-    named = {"run": run, "host": host, "rank": rank, "gpu": gpu,
-             "entity": _entity_label(keys, key, entity, rank)}  # fmt: skip
+    words = (f"{word} {value}" for word, value in zip(keys, key, strict=False))
+    is_rank = keys == PROCESS_KEYS and rank is not None  # which is told; the node has no keys
+    own = "" if is_rank else entity_name(entity) or " ".join(words)
+    named = {"run": run, "host": host, "rank": rank, "gpu": gpu, "entity": own}
     found = {name: str(value) for name, value in named.items() if value not in (None, "")}
     return {**found, **{label(name): value for name, value in instrument.attributes.items()}}
 
@@ -261,13 +257,3 @@ def series_labels(
 def label(attribute: str) -> str:
     """A label for an attribute of OpenTelemetry: `cpu.mode` as `cpu_mode`."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", attribute)
-
-
-def _entity_label(
-    keys: tuple[str, ...], key: Key, entity: Mapping[str, Any], rank: int | None
-) -> str:
-    """Its name, or its keys; nothing for the node, and for a process whose rank is known."""
-    if keys == PROCESS_KEYS and rank is not None:
-        return ""
-    words = (f"{word} {value}" for word, value in zip(keys, key, strict=False))
-    return entity_name(entity) or " ".join(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -108,7 +109,12 @@ def readable_parts(run: layout.RunPaths) -> list[Part]:
     parts = [part for part in complete_parts(run) if part.raw.is_file()]
     if not parts or has_ended(run):
         return parts
-    return [part for part in parts if _age_s(part.sidecar) > _ABANDONED_S]
+    found = []
+    for part in parts:
+        with contextlib.suppress(OSError):  # it has just been finished
+            if time.time() - part.sidecar.stat().st_mtime > _ABANDONED_S:
+                found.append(part)
+    return found
 
 
 def list_names(folder: Path) -> list[str]:
@@ -117,10 +123,3 @@ def list_names(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
     except OSError:
         return []
-
-
-def _age_s(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0

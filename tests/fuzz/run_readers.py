@@ -21,6 +21,7 @@ from unittest import mock
 
 from haiprof.agent import reach as messages
 from haiprof.agent.kineto_daemon import REQUEST, KinetoAgent, encode, encode_ours
+from haiprof.agent.node_agent import LiveRank as NodeRank
 from haiprof.agent.node_agent import Peer, Relay
 from haiprof.agent.reach import (
     AGENT,
@@ -266,7 +267,7 @@ def take_replies(data: bytes) -> object:
         peer = Peer(ours, 1)
         relay._asked["1-a"] = new_request("stacks", valid_s=1)
         relay._take(peer, message)
-        named = Peer(ours, 1, rank=3, name="3")
+        named = Peer(ours, 1, NodeRank(3, 1, relay.run.rank(3)))
         relay._take(named, message)
         relay.peers = [peer, named]
         relay.live_ranks()
@@ -274,7 +275,8 @@ def take_replies(data: bytes) -> object:
     stack = main_stack(threads) if isinstance(threads, list) else None
     stacks = {} if stack is None else {0: stack, 1: (), 2: stack}
     json.dumps(merge(stacks).as_json())
-    return bool(peer.name), named.reported_steps is None, odd_ranks(stacks)
+    has_steps = named.member is not None and named.member.reported_steps is not None
+    return peer.member is not None, has_steps, odd_ranks(stacks)
 
 
 @cache

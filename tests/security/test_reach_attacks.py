@@ -99,7 +99,7 @@ def joins(controller: Controller, *, within_s: float = 30) -> None:
         within(60, lambda: uplink.requests)
     finally:
         uplink.stop()
-    within(60, lambda: controller.agent_count == 0)
+    within(60, lambda: len(controller.agents) == 0)
 
 
 # -- whoever has taken the controller's port -------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_challenge_sent_back_as_it_came_proves_nothing(
         assert is_cut_off(toward)
         connection.sendall(hello[len(MAGIC) :] + answer[NONCE_BYTES:])
         assert is_cut_off(connection)
-    assert controller.agent_count == 0
+    assert len(controller.agents) == 0
     assert not uplink.requests
 
 
@@ -164,7 +164,7 @@ def test_who_passes_the_handshake_on_can_neither_change_nor_repeat_nor_add(
         above.sendall(read(below, handshake[0]))
         below.sendall(read(above, handshake[1]))
         above.sendall(read(below, handshake[2]))
-        within(60, lambda: controller.agent_count == 1 and uplink.error is None)
+        within(60, lambda: len(controller.agents) == 1 and uplink.error is None)
         return below, above
 
     controller_says = len(json.dumps(REQUEST).encode()) + LENGTH.size + PROOF_BYTES
@@ -188,7 +188,7 @@ def test_who_passes_the_handshake_on_can_neither_change_nor_repeat_nor_add(
                 expected = 0
             assert is_cut_off(below), attack
             assert len(uplink.requests) == expected, attack
-        within(60, lambda: controller.agent_count == 0)
+        within(60, lambda: len(controller.agents) == 0)
 
 
 def test_messages_of_another_connection_count_for_nothing(controller: Controller) -> None:
@@ -285,7 +285,7 @@ def test_bytes_of_strangers_reach_nothing(controller: Controller) -> None:
                 connection.sendall(packet)
                 connection.shutdown(socket.SHUT_WR)
             assert is_cut_off(connection)
-        assert (controller.agent_count, controller.take()) == (0, None), packet[:60]
+        assert (len(controller.agents), controller.take()) == (0, None), packet[:60]
     joins(controller)
 
 
@@ -301,7 +301,7 @@ def test_a_rogue_agent_hears_nothing_and_is_not_heard(controller: Controller, ke
             connection.sendall(rogue.proof(AGENT) + peer.seal({"member": {"name": "1"}}))
         controller.broadcast(REQUEST)
         assert is_cut_off(connection)
-    assert controller.agent_count == 0
+    assert len(controller.agents) == 0
     assert controller.take() is None
 
 
@@ -313,14 +313,14 @@ def test_a_recorded_handshake_opens_nothing(controller: Controller) -> None:
         handshake = Handshake(key=KEY, agent_nonce=nonce, controller_nonce=answer[:NONCE_BYTES])
         proof = handshake.proof(AGENT)
         first.sendall(proof)
-        within(60, lambda: controller.agent_count == 1)
-    within(60, lambda: controller.agent_count == 0)
+        within(60, lambda: len(controller.agents) == 1)
+    within(60, lambda: len(controller.agents) == 0)
     with connect(controller.address) as second:
         second.sendall(MAGIC + nonce)
         assert read(second, ANSWER_BYTES) != answer
         second.sendall(proof)
         assert is_cut_off(second)
-    assert controller.agent_count == 0
+    assert len(controller.agents) == 0
 
 
 def test_a_thousand_idle_connections_keep_nobody_out(controller: Controller) -> None:
@@ -437,7 +437,7 @@ def test_a_flood_of_messages_is_cut_off(controller: Controller) -> None:
             peer.send({"x": 1})
     assert is_cut_off(peer.connection)
     peer.connection.close()
-    within(60, lambda: controller.agent_count == 0)
+    within(60, lambda: len(controller.agents) == 0)
     assert sum(1 for _ in iter(controller.take, None)) <= reach.MESSAGES_PER_S * 2
 
 

@@ -41,7 +41,7 @@ def nodes(tmp_path: Path, controller: Controller) -> Iterator[tuple[Node, Node]]
     first.relay.controller = controller
     second.relay.uplink = Uplink(controller.address, KEY)
     second.relay.uplink.start()
-    within(90, lambda: controller.agent_count == 1)
+    within(90, lambda: len(controller.agents) == 1)
     yield first, second
     for node in (second, first):
         node.relay.stop()
@@ -82,8 +82,8 @@ def test_agent_comes_back_when_its_connection_broke(nodes: tuple[Node, Node]) ->
     assert uplink._line is not None
     assert line is not None
     uplink.call(uplink._line.writer.transport.abort)
-    within(90, lambda: line.agent_count == 0)
-    within(90, lambda: line.agent_count == 1)
+    within(90, lambda: len(line.agents) == 0)
+    within(90, lambda: len(line.agents) == 1)
     request = new_request("echo", {"word": "again"}, valid_s=30)
     post_request(first.run, request)
     both(first, second, lambda: read_replies(first.run, request.id))
@@ -117,7 +117,7 @@ def test_one_launcher_listens_and_the_next_one_connects(tmp_path: Path) -> None:
     try:
         assert isinstance(first, Controller)
         assert isinstance(second, Uplink)
-        within(90, lambda: first.agent_count == 1)
+        within(90, lambda: len(first.agents) == 1)
         with pytest.raises(UsageError, match="cannot read the token"):
             join("192.0.2.1:9", tmp_path / "elsewhere.token")
     finally:
@@ -144,7 +144,7 @@ def test_agent_without_a_token_samples_all_the_same_and_joins_when_it_is_there(
 
         def joined() -> bool:
             agent.serve()
-            return controller.agent_count == 1
+            return len(controller.agents) == 1
 
         within(90, joined)
         assert capsys.readouterr().err == ""

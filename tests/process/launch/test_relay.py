@@ -70,7 +70,7 @@ class Node:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.ranks.append(process)
-        self.until(lambda: any(peer.rank == rank for peer in self.relay.peers))
+        self.until(lambda: any(own.rank == rank for own in self.relay.live_ranks()))
         return process
 
     def until(self, condition: Callable[[], Any]) -> Any:
@@ -142,7 +142,7 @@ def test_rank_that_dies_while_it_is_asked_keeps_the_request_from_no_other(node: 
     node.ask(word="hello")
     node.relay.tick()
     del node.relay._read
-    node.until(lambda: [p.name for p in node.relay.peers] == ["1"])
+    node.until(lambda: [own.name for own in node.relay.live_ranks()] == ["1"])
     [folder] = node.run.control_replies.iterdir()
     assert node.replies(folder.name, 1)["1"]["said"] == "hello"
 
