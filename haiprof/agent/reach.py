@@ -352,10 +352,10 @@ async def prove(
 class Controller(LoopThread):
     """A TCP star in a thread of its own; the launcher's tick sends and receives without waiting."""
 
-    def __init__(self, host: str, port: int, key: bytes) -> None:
+    def __init__(self, listener: socket.socket, key: bytes) -> None:
         super().__init__("haiprof-controller")
-        self.address: tuple[str, int] = (host, port)
-        self._key = key
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self._listener, self._key = listener, key
         self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
         """Address of each peer that has not proven itself, and since when; the oldest one first."""
         self.agents: dict[asyncio.Task[None], Line] = {}  # those that are connected
@@ -367,17 +367,8 @@ class Controller(LoopThread):
         self._has_room.set()
 
     def start(self) -> None:
-        """Listens."""
-        host, port = self.address
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        except OSError:
-            self._loop.close()
-            raise
-        listener.setblocking(False)
-        self.address = listener.getsockname()[:2]
-        self.begin(self._accept(listener))
+        """Lets agents in."""
+        self.begin(self._accept(self._listener))
 
     @property
     def queued_bytes(self) -> int:
@@ -500,29 +491,31 @@ def join(address: str, token_file: Path) -> Controller | Uplink:
     """Listens at the address, or connects to the launcher that does."""
     # The command line is the same on every node: the one with that address listens.
     where = parse_address(address)
-    if _is_ours(*where):
-        controller = Controller(*where, make_token(token_file))
-        controller.start()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = min(hard, MAX_AGENTS + MAX_STRANGERS + _OWN_DESCRIPTORS)
-        if soft < wanted:
-            with contextlib.suppress(OSError, ValueError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return controller
-    uplink = Uplink(where, read_token(token_file))
-    uplink.start()
-    return uplink
+    try:
+        listener = listen(*where)
+    except OSError as error:
+        if error.errno not in _NOT_OURS:
+            raise
+        uplink = Uplink(where, read_token(token_file))
+        uplink.start()
+        return uplink
+    try:
+        controller = Controller(listener, make_token(token_file))
+    except (UsageError, OSError):
+        listener.close()
+        raise
+    controller.start()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, MAX_AGENTS + MAX_STRANGERS + _OWN_DESCRIPTORS)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return controller
 
 
-def _is_ours(host: str, port: int) -> bool:
-    """Whether this launcher can listen there: another node's address, or one in use, it cannot."""
+def listen(host: str, port: int) -> socket.socket:
+    """Takes the address for a `Controller`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno not in _NOT_OURS:
-                raise
-            return False
-    return True
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    listener.setblocking(False)
+    return listener

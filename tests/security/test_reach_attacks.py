@@ -32,6 +32,7 @@ from haiprof.agent.reach import (
     Controller,
     Handshake,
     Uplink,
+    listen,
     make_token,
     read_token,
 )
@@ -50,7 +51,7 @@ REQUEST = new_request("stacks", valid_s=600).as_json()
 
 @pytest.fixture
 def controller() -> Iterator[Controller]:
-    controller = Controller("127.0.0.1", 0, KEY)
+    controller = Controller(listen("127.0.0.1", 0), KEY)
     controller.start()
     yield controller
     controller.stop()
@@ -350,9 +351,9 @@ def test_idle_connections_of_many_addresses_keep_nobody_out(controller: Controll
 
 _SHORT = """
 import contextlib, os, resource, socket, sys, time
-from haiprof.agent.reach import Controller
+from haiprof.agent.reach import Controller, listen
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
-controller = Controller("127.0.0.1", 0, b"k" * 32)
+controller = Controller(listen("127.0.0.1", 0), b"k" * 32)
 controller.start()
 print(controller.address[1], flush=True)
 sys.stdin.readline()

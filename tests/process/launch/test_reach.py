@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from haiprof.agent.node_agent import Agent
-from haiprof.agent.reach import Controller, Uplink, join
+from haiprof.agent.reach import Controller, Uplink, join, listen
 from haiprof.base.errors import UsageError
 from haiprof.base.options import Options
 from haiprof.launch.run_directories import create_run
@@ -26,7 +26,7 @@ KEY = b"k" * 32
 
 @pytest.fixture
 def controller() -> Iterator[Controller]:
-    controller = Controller("127.0.0.1", 0, KEY)
+    controller = Controller(listen("127.0.0.1", 0), KEY)
     controller.start()
     yield controller
     controller.stop()
