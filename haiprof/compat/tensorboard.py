@@ -164,7 +164,7 @@ def serve_tensorboard(
             _follow(run, layout, stop)
         number = free_port(host, port)
         # TensorBoard has no access control: this server asks the kernel, or wants a token.
-        access = new_access(host, number) if own_readers(host) is None else None
+        access = new_access(host, number, is_open=own_readers(host) is not None)
         server = _server(layout, host=host, port=number, has_plugin=has_plugin, access=access)
         name = "haiprof-tensorboard"
         threading.Thread(target=server.serve_forever, name=name, daemon=True).start()
@@ -174,7 +174,7 @@ def serve_tensorboard(
                 notes = [f"traces are not shown without torch-tb-profiler: {_INSTALL_PLUGIN}"]
             if layout.is_temporary:
                 notes.append(f"{layout.folder} is temporary and goes away")
-            who = "who has the address" if access else "you and root on this machine"
+            who = "you and root on this machine" if access.is_open else "who has the address"
             url = url_of(host, number, access)
             ready(Serving(url=url, port=number), [*notes, f"TensorBoard is at {url} for {who}"])
             while not stop.wait(_SCALARS_EVERY_S):
@@ -209,9 +209,7 @@ def _keep_temporary_files_together() -> None:
     vars(sys.modules["tempfile"])["tempdir"] = str(folder.path)
 
 
-def _server(
-    layout: Layout, *, host: str, port: int, has_plugin: bool, access: Access | None
-) -> Any:  # noqa: ANN401
+def _server(layout: Layout, *, host: str, port: int, has_plugin: bool, access: Access) -> Any:  # noqa: ANN401
     """TensorBoard's own server, ready to serve; tensorboard has no types."""
     from tensorboard import default, program
 
@@ -231,7 +229,7 @@ def _server(
         readers = own_readers(host)
 
     def make(app: Any, flags: Any) -> Any:  # noqa: ANN401 - tensorboard has no types
-        server = Server(Pages(app, host=host, static=static, access=access), flags)
+        server = Server(Pages(app, static=static, access=access), flags)
         theirs = server.RequestHandlerClass
         server.RequestHandlerClass = type("Handler", (GuardedHandler, theirs), {})
         return server

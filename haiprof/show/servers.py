@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +36,9 @@ FIRST_PAGE = (
 """A page that redirects itself to the address without the token."""
 
 
+Answer = tuple[HTTPStatus, dict[str, str], bytes]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """Access control of a server: its own names, and a token."""
@@ -47,30 +49,43 @@ class Access:
     """The cookie's name; browsers send cookies to all ports of an address, so it names the port."""
     token: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     """Sent once in the address and then as a cookie."""
+    is_open: bool = False
+    """Whether no token is wanted, as the kernel says whose connection it is."""
 
-    def is_token(self, text: str) -> bool:
+    def answer(self, host: str, query: str, cookies: str) -> Answer | None:
+        """What a request gets in place of a page: a refusal, or the cookie for the token.
+
+        `host` and `cookies` are its headers of these names, `query` what follows `?` in its path.
+        """
+        refused, plain = HTTPStatus.FORBIDDEN, {"Content-Type": "text/plain; charset=utf-8"}
+        if not local_http.is_allowed(host, self.hosts):
+            return refused, plain, b"unknown host"
+        if self.is_open:
+            return None
+        if self._is_token(parse_qs(query).get("token", [""])[0]):
+            cookie = f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+            first = {"Content-Type": "text/html; charset=utf-8", "Set-Cookie": cookie}
+            return HTTPStatus.OK, first, FIRST_PAGE
+        given = (part.strip().partition("=") for part in cookies.split(";"))
+        if any(name == self.cookie and self._is_token(value) for name, _, value in given):
+            return None
+        return refused, plain, b"open the address that haiprof printed"
+
+    def _is_token(self, text: str) -> bool:
         """Checks the token in constant time."""
         return secrets.compare_digest(text.encode(), self.token.encode())
 
-    @property
-    def first_headers(self) -> dict[str, str]:
-        """Of the answer to an address with the token, whose text is FIRST_PAGE."""
-        return {
-            "Set-Cookie": f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict",
-            "Content-Type": "text/html; charset=utf-8",
-            "Content-Length": str(len(FIRST_PAGE)),
-        }
 
-
-def new_access(host: str, port: int) -> Access:
+def new_access(host: str, port: int, *, is_open: bool = False) -> Access:
     """A new token for a server at that address."""
-    return Access(hosts=local_http.allowed_hosts(host), cookie=f"haiprof-{port}")
+    hosts = local_http.allowed_hosts(host)
+    return Access(hosts=hosts, cookie=f"haiprof-{port}", is_open=is_open)
 
 
-def url_of(host: str, port: int, access: Access | None = None) -> str:
+def url_of(host: str, port: int, access: Access) -> str:
     """The address of a server's first page, with the token that opens it."""
     shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}/" + (f"?token={access.token}" if access else "")
+    return f"http://{shown}:{port}/" + ("" if access.is_open else f"?token={access.token}")
 
 
 def free_port(host: str, wanted: int) -> int:
@@ -174,15 +189,14 @@ class _Handler(local_http.GuardedHandler, SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """One request."""
-        address = urlsplit(self.path)
-        if not local_http.is_allowed(self.headers.get("Host", ""), self._access.hosts):
-            self.send_error(HTTPStatus.FORBIDDEN, "unknown host")
-        elif self._access.is_token(parse_qs(address.query).get("token", [""])[0]):
-            self._send(self._access.first_headers, FIRST_PAGE)
-        elif not self._access.is_token(self._cookies().get(self._access.cookie, "")):
-            self.send_error(HTTPStatus.FORBIDDEN, "open the address that haiprof printed")
+        address, headers = urlsplit(self.path), self.headers
+        other = self._access.answer(
+            headers.get("Host", ""), address.query, headers.get("Cookie", "")
+        )
+        if other is not None:
+            self._send(*other)
         elif address.path in ("/vizviewer_info", "/file_info"):
-            self._send({"Content-Type": "application/json", "Content-Length": "2"}, b"{}")
+            self._send(HTTPStatus.OK, {"Content-Type": "application/json"}, b"{}")
         elif address.path == "/localtrace":
             self._send_trace()
         else:
@@ -201,19 +215,16 @@ class _Handler(local_http.GuardedHandler, SimpleHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         super().end_headers()
 
-    def _send(self, headers: Mapping[str, str], content: bytes = b"") -> None:
-        self.send_response(HTTPStatus.OK)
+    def _send(
+        self, status: HTTPStatus, headers: Mapping[str, str], text: bytes, *, more: int = 0
+    ) -> None:
+        """A whole answer, or its begin, after which so many bytes follow."""
+        self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text) + more))
         self.end_headers()
-        self.wfile.write(content)
-
-    def _cookies(self) -> dict[str, str]:
-        try:
-            found = SimpleCookie(self.headers.get("Cookie", ""))
-        except CookieError:
-            return {}
-        return {name: morsel.value for name, morsel in found.items()}
+        self.wfile.write(text)
 
     def _send_trace(self) -> None:
         """Sends the trace's file unchanged; Perfetto unpacks gzip itself."""
@@ -223,9 +234,10 @@ class _Handler(local_http.GuardedHandler, SimpleHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         with file, contextlib.suppress(ConnectionError):
-            size = str(file.seek(0, 2))
+            size = file.seek(0, 2)
             file.seek(0)
-            self._send({"Content-Type": "application/octet-stream", "Content-Length": size})
+            kind = {"Content-Type": "application/octet-stream"}
+            self._send(HTTPStatus.OK, kind, b"", more=size)
             shutil.copyfileobj(file, self.wfile, _BLOCK_BYTES)
 
 

@@ -29,7 +29,7 @@ from haiprof.show.text import moment_text, printable
 from haiprof.trace_analysis.step_time import with_range_lanes
 
 try:
-    from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotFound
+    from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
     from werkzeug.utils import redirect
     from werkzeug.wrappers import Request, Response
 except ImportError as error:
@@ -166,10 +166,14 @@ class PageApp:
         return response(environ, start_response)
 
     def _answer(self, request: Request) -> Response:
+        host, cookies = (request.headers.get(name, "") for name in ("Host", "Cookie"))
+        other = self._access.answer(host, request.query_string.decode("latin-1"), cookies)
         try:
-            refused = self._check_access(request)
-            if refused is not None:
-                return refused
+            if other is not None:
+                status, headers, text = other
+                return Response(text, status, headers)
+            if request.method not in ("GET", "HEAD"):
+                raise MethodNotAllowed(["GET", "HEAD"], "only GET and HEAD")
             if request.path not in self._routes:  # the whole address: none is a path of a file
                 raise NotFound("no such page")
             return self._routes[request.path](request)
@@ -177,18 +181,6 @@ class PageApp:
             return _text_response(str(error.description), error.code or 500)
         except HaiprofError as error:
             return _text_response(printable(str(error)), 503)
-
-    def _check_access(self, request: Request) -> Response | None:
-        """None if the request is allowed; the first visit is redirected without its token."""
-        if not local_http.is_allowed(request.headers.get("Host", ""), self._access.hosts):
-            raise Forbidden("unknown host")
-        if request.method not in ("GET", "HEAD"):
-            raise MethodNotAllowed(["GET", "HEAD"], "only GET and HEAD")
-        if self._access.is_token(request.args.get("token", "")):
-            return Response(servers.FIRST_PAGE, headers=self._access.first_headers)
-        if not self._access.is_token(request.cookies.get(self._access.cookie, "")):
-            raise Forbidden("open the address that haiprof printed")
-        return None
 
     def _html(self, _: Request) -> Response:
         content = self._page.newest()

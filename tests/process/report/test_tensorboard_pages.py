@@ -18,6 +18,7 @@ import pytest
 from haiprof.compat.torch_profiler.normalize import Exact, normalise_trace
 from haiprof.compat.torch_profiler.pages import Pages
 from haiprof.compat.torch_profiler.patches import patch_parsing, with_counters
+from haiprof.show.servers import new_access
 from haiprof.trace_analysis.attribution import operator_kernels
 from haiprof.trace_analysis.step_time import CAUSES, step_time_breakdown
 from haiprof.trace_format.find import trace_files
@@ -208,7 +209,8 @@ def test_only_names_of_this_machine_are_answered(host: str, status: str) -> None
         begin("200 OK", [])
         return []
 
-    Pages(app, host="127.0.0.1", static=None)({"HTTP_HOST": host, "PATH_INFO": "/"}, start)
+    access = new_access("127.0.0.1", 6006, is_open=True)
+    Pages(app, static=None, access=access)({"HTTP_HOST": host, "PATH_INFO": "/"}, start)
     assert answers[0].startswith(status)
 
 
