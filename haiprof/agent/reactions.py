@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from haiprof.base.safe_files import create_file, make_private
 from haiprof.base.subcommand import end_child
 from haiprof.base.units import duration_text
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.reader import parse_object
 from haiprof.run_format.writer import append_line
 
 LOOK_S = 2.0
@@ -221,12 +221,9 @@ class Reactor:
 
 
 def _read_result(path: Path) -> dict[str, Any] | None:
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(_RESULT_LIMIT_BYTES))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return parse_object(file.read(_RESULT_LIMIT_BYTES))
+    return None
 
 
 def _of_snapshot(found: Mapping[str, Any]) -> dict[str, Any]:

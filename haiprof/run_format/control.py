@@ -15,7 +15,7 @@ from typing import Any
 from haiprof.base.errors import RunFormatError
 from haiprof.base.safe_files import PRIVATE, make_folder, make_private
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.reader import try_read_json
+from haiprof.run_format.reader import parse_object, try_read_json
 from haiprof.run_format.writer import write_json
 
 Check = Callable[[object], bool]
@@ -36,11 +36,8 @@ _ID = _LETTERS | _DIGITS | frozenset("-")
 
 def read_object(data: bytes) -> dict[str, Any] | None:
     """Parses the JSON object of a message or line; None if it is not one, or nested too deep."""
-    try:
-        message = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return message if isinstance(message, dict) and _is_shallow(message) else None
+    message = parse_object(data)
+    return None if message is None or not _is_shallow(message) else message
 
 
 def conform(content: object, schema: Schema) -> dict[str, Any] | None:

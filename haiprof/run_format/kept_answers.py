@@ -15,6 +15,7 @@ from haiprof.base import safe_files
 from haiprof.base.options import ENV_PEAK
 from haiprof.base.version import PACKAGE, __version__
 from haiprof.run_format.layout import RunPaths
+from haiprof.run_format.reader import parse_object
 
 _LIMIT_BYTES = 4 << 20
 _FILE_LIMIT = 48  # answers of one run; a run that is asked in more ways begins anew
@@ -55,10 +56,10 @@ def read_answer(run: RunPaths, name: str, *, valid_for: str) -> dict[str, Any] |
             safe_files.open_to_read(run.answer(name), below=run.root, own=True), "rb"
         ) as file:
             text = file.read(_LIMIT_BYTES + 1)
-        content = json.loads(text) if len(text) <= _LIMIT_BYTES else None
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         return None
-    if not isinstance(content, dict) or content.get("fingerprint") != valid_for:
+    content = parse_object(text) if len(text) <= _LIMIT_BYTES else None
+    if content is None or content.get("fingerprint") != valid_for:
         return None
     answer = content.get("answer")
     return answer if isinstance(answer, dict) else None

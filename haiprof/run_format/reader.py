@@ -56,11 +56,8 @@ def read_records(path: Path, *, first: int = 0, limit: int | None = None) -> Rec
         if not start.endswith(b"\n"):
             raise RunFormatError(f"{path}: no complete header line: {_shape(start, size)}")
         text = start[:-1]
-        try:
-            header = json.loads(text)
-        except (ValueError, RecursionError):
-            header = None
-        if not isinstance(header, dict) or header.get("format") != FORMAT_NAME:
+        header = parse_object(text)
+        if header is None or header.get("format") != FORMAT_NAME:
             raise RunFormatError(f"{path}: not a haiprof record file: {_shape(text)}")
         check_version(path, header.get("version"))
         if not is_consistent(header):
@@ -84,19 +81,19 @@ def read_lines(path: Path, *, first: int = 0) -> tuple[list[dict[str, Any]], tup
     """
     if not os.path.lexists(path):
         return [], ()
-    lines, bad = [], 0
-    for text in _read_bytes(path, first).split(b"\n"):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            line = None
-        if isinstance(line, dict):
-            lines.append(line)
-        else:
-            bad += 1
+    found = [parse_object(text) for text in _read_bytes(path, first).split(b"\n") if text.strip()]
+    bad = found.count(None)
+    lines = [line for line in found if line is not None]
     return lines, (f"{path}: {bad} damaged lines left out",) if bad else ()
+
+
+def parse_object(text: bytes) -> dict[str, Any] | None:
+    """A JSON object; None for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def read_failures(path: Path) -> list[str]:
