@@ -124,13 +124,11 @@ def fold_series(series: Sequence[Series]) -> list[Series]:
 
 
 def _median_values(series: Sequence[Series]) -> tuple[float | None, ...]:
-    count = min((len(s.values) for s in series if s.values), default=0)
-    rows = []
-    for bucket in range(count):
-        cells = [s.values[bucket * len(s.values) // count] for s in series if s.values]
-        present = [v for v in cells if v is not None]
-        rows.append(float(np.median(present)) if present else None)
-    return tuple(rows)
+    known = [each.values for each in series if each.values]
+    count = min(map(len, known), default=0)
+    cells = ([own[at * len(own) // count] for own in known] for at in range(count))
+    present = ([value for value in row if value is not None] for row in cells)
+    return tuple(float(np.median(row)) if row else None for row in present)
 
 
 def thin_points(values: Floats, *, limit: int) -> npt.NDArray[np.intp]:

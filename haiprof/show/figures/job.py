@@ -126,17 +126,14 @@ _MIDDLE = -LOW_PERCENT / (HIGH_PERCENT - LOW_PERCENT)
 SCALE = ((0.0, style.BLUE), (_MIDDLE, "#F2F2F2"), (0.5, "#F0B58A"), (1.0, style.VERMILLION))
 
 
-def heat_style() -> dict[str, Any]:
-    """The style of a heat map of ranks, without its numbers."""
-    return {
-        "zmin": LOW_PERCENT, "zmax": HIGH_PERCENT, "colorscale": [list(stop) for stop in SCALE],
-        "hoverongaps": False,
-        "hovertemplate": "rank %{y}, %{x:.1f} s: %{customdata:.3r} ms, "
-        "%{z:+.1f} % of a median step above the median<extra></extra>",
-        "colorbar": {"ticksuffix": " %", "thickness": 12, "outlinewidth": 0},
-    }  # fmt: skip
-
-
+HEAT_STYLE = {
+    "zmin": LOW_PERCENT, "zmax": HIGH_PERCENT, "colorscale": [list(stop) for stop in SCALE],
+    "hoverongaps": False,
+    "hovertemplate": "rank %{y}, %{x:.1f} s: %{customdata:.3r} ms, "
+    "%{z:+.1f} % of a median step above the median<extra></extra>",
+    "colorbar": {"ticksuffix": " %", "thickness": 12, "outlinewidth": 0},
+}  # fmt: skip
+"""Of a heat map of ranks, without its numbers."""
 _LATE_RANKS_HEIGHT_PX = 320
 _FEW_RANKS, _WIDTH = 16, 0.8
 _LATE_RATIO = 0.02

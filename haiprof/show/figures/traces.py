@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -199,14 +200,10 @@ def what_if_figure(found: pl.DataFrame) -> go.Figure:
         title=f"<b>What would make the step shorter, by how much{step}</b>",
     )  # fmt: skip
     _, size = style.time_unit(max(shown["saved_ns"].to_list(), default=None))
-    above, below = (
-        ((found[name] - found["predicted_step_ns"]).abs() / size).fill_null(0).to_list()
-        for name in ("low_step_ns", "high_step_ns")
-    )
-    figure.update_traces(
-        error_x={"type": "data", "symmetric": False, "array": above, "arrayminus": below}
-    )
-    return figure
+    middle, low, high = (
+        -found[f"{name}_step_ns"] / size for name in ("predicted", "high", "low")
+    )  # a step that is shorter saves more
+    return figure.update_traces(error_x=_interval(middle, low, high))
 
 
 def _time_bars(
@@ -227,18 +224,22 @@ def _time_bars(
 def arrival_figure(found: pl.DataFrame) -> go.Figure:
     """How late each rank begins its collectives, per step, with its interval where there is one."""
     ordered = found.sort("rank")
-    late = (ordered["late_ns"] / NS_PER_MS).cast(pl.Float64)
-    above, below = (
-        ((ordered[name] - ordered["late_ns"]).abs() / NS_PER_MS).fill_null(0).to_list()
-        for name in ("high_ns", "low_ns")
+    late, low, high = (
+        (ordered[name] / NS_PER_MS).cast(pl.Float64) for name in ("late_ns", "low_ns", "high_ns")
     )
     said = str(found["said"][0]) if found.height else ""
     small = f"<br><span style='font-size:12px'>{said.split(';')[0]}</span>" if said else ""
     return rank_bars(
         ordered["rank"], late, ordered["is_late"], "ms", said="late per step",
         title=f"<b>Lateness at collectives, per step</b>{small}", height=_HEIGHT_PX,
-        error_y={"type": "data", "symmetric": False, "array": above, "arrayminus": below},
+        error_y=_interval(late, low, high),
     )  # fmt: skip
+
+
+def _interval(middle: pl.Series, low: pl.Series, high: pl.Series) -> dict[str, Any]:
+    """The error bars of values; none where an end is not known."""
+    above, below = (abs(end - middle).fill_null(0).to_list() for end in (high, low))
+    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
 
 
 _COLORED = 8
@@ -288,8 +289,7 @@ def one_kernel_figure(found: pl.DataFrame) -> go.Figure:
         ordered["rank"], mean, mean == mean.max(), "µs", title=f"<b>{name}</b> by rank",
         said="in the mean of %{customdata[2]} calls, %{customdata[0]:.3r} to %{customdata[1]:.3r} "
         "µs", height=_HEIGHT_PX, customdata=list(zip(low, high, ordered["count"], strict=True)),
-        error_y={"type": "data", "symmetric": False, "array": (high - mean).to_list(),
-                 "arrayminus": (mean - low).to_list(), "thickness": 1.5},
+        error_y=_interval(mean, low, high) | {"thickness": 1.5},
     )  # fmt: skip
     figure.update_xaxes(dtick=1 if ordered.height < 20 else None)
     figure.update_yaxes(rangemode="tozero")

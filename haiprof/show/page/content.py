@@ -276,7 +276,7 @@ def _data(
     }  # fmt: skip
     return {
         "style": {"phases": PHASE_COLORS, "parts": list(job.PARTS), "font": FONT,
-                  "map": job.heat_style()},
+                  "map": job.HEAT_STYLE},
         "span_s": summary.span.duration_ns / NS_PER_S if summary.span else 1.0,
         "window": summary.window and _seconds(summary.window, start_ns),
         "traced": [_seconds(part, start_ns) for part in traced_times(steps)],

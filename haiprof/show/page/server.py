@@ -161,8 +161,7 @@ class PageApp:
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """One request."""
         response = self._answer(Request(environ))
-        for name, value in _HEADERS.items():
-            response.headers[name] = value
+        response.headers.update(_HEADERS)
         return response(environ, start_response)
 
     def _answer(self, request: Request) -> Response:

@@ -20,6 +20,7 @@ from haiprof.show.run_header import RunHeader
 from haiprof.show.text import (
     count_text,
     markdown_code,
+    markdown_table,
     markdown_text,
     moment_text,
     printable,
@@ -183,9 +184,7 @@ def exit_report(verdict: Verdict, run: RunHeader) -> str:
     if death.step is not None:
         lines.append(f"- last step recorded: {death.step}")
     lines += [f"- {markdown_text(line)}" for line in _death_lines(verdict)]
-    rows = ((who, role, markdown_text(text)) for who, role, text in grouped_fates(death))
-    lines += ["", "| ranks | | what became of them |", "|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
+    lines += ["", *markdown_table(("ranks", "", "what became of them"), grouped_fates(death))]
     if death.traceback:
         frames = [markdown_code(frame) for frame in death.traceback[-_FRAMES:]]
         said = [markdown_code(line) for line in (death.message or "").splitlines()[:20]]

@@ -59,23 +59,17 @@ def _headline(snapshot: Snapshot) -> str:
         return "No rank answered: they are stopped, hold the interpreter lock, or have ended since"
     certain = [s.rank for s in snapshot.suspects if s.certain]
     if certain:
-        return f"{_names_text(certain)} {'holds' if len(certain) == 1 else 'hold'} the job up"
+        return f"{ranks_text(certain, 'holds', 'hold')} the job up".capitalize()
     if snapshot.moves:
         return "The job moves: collectives went on between two looks"
     odd = [s.rank for s in snapshot.suspects]
     if odd:
-        does = "does" if len(odd) == 1 else "do"
-        return f"{_names_text(odd)} {does} something different from the rest"
+        return f"{ranks_text(odd, 'does', 'do')} something different from the rest".capitalize()
     if snapshot.moves is None:
         if len(snapshot.states) == 1:
             return "One rank, nothing to compare it with: what it does is below"
         return "No collectives to compare, and no rank's stack differs from the others'"
     return "Nothing moves, and no rank differs from the others: all wait for something else"
-
-
-def _names_text(ranks: Sequence[int]) -> str:
-    text = ranks_text(ranks)
-    return text[:1].upper() + text[1:]
 
 
 def _suspects(
