@@ -25,7 +25,7 @@ RULES = {
     "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
     "deterministic_mode", "mkldnn_off", "unfused_adam", "optimizer_loop", "ddp_arguments",
     "threads_over_cores",
-    "settings_differ",
+    "settings_differ", "call_hook", "unused_gradients",
 }  # fmt: skip
 COMMON = """
 import contextlib, gc, os, sys, time
@@ -67,6 +67,22 @@ while time.monotonic() < end:
         loss.backward(retain_graph=True)
         optimizer.step()
     gc.collect()
+"""
+LEFT = """
+class Calls:
+    def __call__(self, frame, event, argument):
+        self.last = event
+
+student, teacher = build(), build()
+optimizer = torch.optim.SGD(student.parameters(), lr=1e-3)
+sys.setprofile(Calls())
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    for x in batches(10):
+        loss = (student(x) - teacher(x)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 """
 PARALLEL = """
 rank = int(os.environ["RANK"])
@@ -162,6 +178,17 @@ def test_switches_are_recorded(run: Run) -> None:
 
 def test_costly_settings_are_findings(run: Run) -> None:
     assert slugs(run(COSTLY)) & RULES == {"anomaly_detection", "double_precision"}
+
+
+def test_what_was_left_on_is_a_finding(run: Run) -> None:
+    job = run(LEFT)
+    assert slugs(job) & RULES == {"call_hook", "unused_gradients"}
+    settings = only(job)
+    (hook,) = settings.looks.hooks
+    assert (hook.sets, hook.function) == ("sys.setprofile", "Calls.__call__")
+    student, teacher = settings.unused_gradients
+    assert (student.tensor_count, teacher.tensor_count, teacher.passed_count) == (0, 12, 0)
+    assert not slugs(run(PLAIN)) & {"call_hook", "unused_gradients"}
 
 
 def test_surroundings_are_recorded_by_the_rank(run: Run) -> None:
