@@ -495,7 +495,7 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
         float(sum(n or 0 for n in counts))
         for counts in ((x.tensor_count for x in unused), (x.number_count for x in unused))
     )
-    alone = [x.root for x in unused if x.stepped_count == x.passed_count == 0 and x.complete]
+    alone = [x.root or 0 for x in unused if x.stepped_count == x.passed_count == 0 and x.complete]
     root, calls = inputs.analyzer.forward_calls(rank)
     own = Intervals(*(edges[np.isin(root, alone)] for edges in calls))
     share = total(own) / max(total(calls), 1)
