@@ -508,8 +508,8 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
         "requires_grad_(False) for these parameters"
         + ("; a gradient goes on through their layers to others that train: no torch.no_grad() "
            "around those" if passes
-           else ", and torch.no_grad() around the call of a model that is only asked (a teacher, a "
-           "frozen backbone): no backward goes through it then"),
+           else ", and torch.no_grad() around the call of a model that is only asked, with nothing "
+           "trained before it (a teacher, a frozen backbone): no backward goes through it then"),
         ("parameters", tensors, "count"), ("numbers in them", numbers, "count"),
         *([("their modules, of forward", share, "ratio")] if share else []), confidence=0.9,
         phases=("backward",), lost_ratio=lost, unsure_ratio=1 - _LIKE_FORWARD,
