@@ -1217,7 +1217,7 @@ def test_one_line_of_the_model_that_takes_most_of_the_step_is_the_headline(
 def test_lines_of_a_helper_of_the_model_count_together(root: Path) -> None:
     """Each of three is less than what `Net.forward` does itself."""
     model = (SCRIPT, MAIN, MODULE)
-    stacks = [(*model, job(6, "Net.forward", "net.py"), LINALG)] * 2
+    stacks: list[Stack] = [(*model, job(6, "Net.forward", "net.py"), LINALG)] * 2
     stacks += [(*model, job(8, "Net.forward", "net.py"), job(n, "normalise", "net.py"), LINALG)
                for n in (21, 22, 23)]  # fmt: skip
     write_sampled(root, lambda *_: (0.2, 30.0, 10.0, 2.0),
@@ -1229,12 +1229,14 @@ def test_lines_of_a_helper_of_the_model_count_together(root: Path) -> None:
 
 def test_fused_saves_of_adams_update_alone(root: Path) -> None:
     sparse = (SCRIPT, MAIN, (f"{SITE}/torch/optim/sparse_adam.py", 90, "SparseAdam.step"))
-    adam = USUAL["optimizer"]
     gains = []
     for of_adam in (4, 1):  # of four
         path = root / str(of_adam)
-        stacks: Stacks = {"optimizer": lambda i, n=of_adam: adam if i % 4 < n else sparse}
-        write_sampled(path, lambda *_: (0.2, 5.0, 10.0, 30.0), stacks)
+
+        def update(step: int, of_adam: int = of_adam) -> Stack:
+            return USUAL["optimizer"] if step % 4 < of_adam else sparse
+
+        write_sampled(path, lambda *_: (0.2, 5.0, 10.0, 30.0), {"optimizer": update})
         told(path)
         (found,) = (each for each in judged(path).findings if each.rule == "unfused_adam")
         assert found.gain is not None
