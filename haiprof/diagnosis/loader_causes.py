@@ -11,7 +11,7 @@ import numpy as np
 from haiprof.base.intervals import Floats
 from haiprof.base.ledger import EACH_STEP, PROBLEM_RATIO, Account
 from haiprof.base.medians import lower_median
-from haiprof.base.units import duration_text
+from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.machine_causes import nfs_wait, used_by_others
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.verdict import Evidence, Finding, evidence_rows, make_finding
@@ -57,6 +57,8 @@ _OF_PART = {
     "since": "look for what changed at that step: other samples, a cache that was full or emptied, "
     "others that use the same storage",
 }
+_TIMES_OTHERS = 2.0
+"""Who makes so many times as much as each of the others was dealt more. Own choice."""
 _MORE_WORKERS = ("storage", "no_workers", "few_workers")
 """Causes whose remedy is, or may be, more workers."""
 _SHARES = (
@@ -156,6 +158,7 @@ def loader_cause(
         (of_some_steps and _epochs(inputs, loading, loading_samples))
         or _part_of_run(account.when)
         or (of_some_steps and _rare_samples(inputs, loading))
+        or _uneven_workers(loading_samples)
         or _storage(inputs, loading, loading_samples)
         or _workers(loading, on_gpu=inputs.uses_gpu)
     )
@@ -259,6 +262,27 @@ def _rare_share(waits: Floats) -> tuple[float, float]:
     ordered = np.sort(excess)[::-1]
     reached = np.cumsum(ordered) >= BURST_MAIN_RATIO * ordered.sum()
     return float((int(reached.argmax()) + 1) / len(ordered)), unusual
+
+
+def _uneven_workers(samples: CodeSamples) -> Finding | None:
+    """One worker makes most of the batches: the others have been dealt less, and are idle."""
+    own = samples.worker >= 0
+    ranks, rank = np.unique(samples.rank[own], return_inverse=True)
+    made = np.zeros((len(ranks), int(samples.worker.max(initial=0)) + 1))
+    np.add.at(made, (rank, samples.worker[own]), samples.weight_ns[own])
+    most, count = made.max(axis=1, initial=0.0), (made > 0).sum(axis=1)
+    beside = (made.sum(axis=1) - most) / np.maximum(count - 1, 1)
+    if not len(most) or not ((count > 1) & (most >= _TIMES_OTHERS * beside)).all():
+        return None
+    share = float(most.sum() / made.sum())
+    return make_finding(
+        f"and one of {int(count.max())} workers makes {ratio_text(share)} of what they make",
+        "deal equal shares: files or shards of like size to each worker (get_worker_info() in the "
+        "IterableDataset's __iter__), several small ones for each; more workers leave the longest "
+        "share as long as it is",
+        ("of what workers make, by the busiest", share, "ratio"),
+        rule="uneven_workers",
+    )
 
 
 def _wait_text(samples: CodeSamples) -> str:

@@ -83,6 +83,25 @@ def loader_story(
     return find(judged(root), "dataloader_bound")
 
 
+@pytest.mark.parametrize(("second", "said"), [(10, True), (40, False)])
+def test_a_worker_that_was_dealt_most_of_the_data_is_told(
+    root: Path, second: int, said: bool
+) -> None:
+    """The other one has made its share, and waits."""
+    finding = loader_story(root, 2, main=0.4, all_cores=2.3)
+    assert finding.cause != "uneven_workers"
+    fetch = ("/site-packages/torch/utils/data/_utils/fetch.py", 9, "fetch")
+    idle = ("/site-packages/torch/utils/data/_utils/worker.py", 330, "_worker_loop")
+    for worker, count in enumerate((50, second)):
+        stacks = [(fetch, ("/me/data.py", 3, "read"))] * count + [(idle,)] * (50 - count)
+        samples = [(START_NS + i * 10 * NS_PER_MS, stack) for i, stack in enumerate(stacks)]
+        write_stacks(RunPaths(root).rank(0).worker_stacks(worker), samples, worker=worker,
+                     pid=9 + worker)  # fmt: skip
+    finding = find(judged(root), "dataloader_bound")
+    assert (finding.cause == "uneven_workers") == said
+    assert ("deal equal shares" in finding.remedy) == said
+
+
 def test_slow_first_batch_is_named_with_its_length(root: Path) -> None:
     times = lambda rank, step: (0.2 if step else 5_000.0, *BALANCED[1:])  # noqa: E731
     write_story(root, times)
