@@ -213,13 +213,20 @@ def tracemalloc(inputs: RuleInputs) -> Finding | None:
         confidence=0.8,
         python_ratio=usual,
         python_spread=(least / usual, most / usual),
-        setting=r"tracemalloc\.start\(",
+        setting=r"start\((?:nframe=)?\d*\)",
     )
+
+
+_CALLED_AT = {
+    "sys.setprofile": "call and return of the training thread",
+    "sys.settrace": "call, return and line of the training thread",
+    "signal.setitimer": "signal of its timer, in the training thread",
+}
 
 
 @_setting()
 def call_hook(inputs: RuleInputs) -> Finding | None:
-    """Python calls a function at each call, or line, of the job's: sys.setprofile, sys.settrace."""
+    """Python calls a function wherever the job is: sys.setprofile, sys.settrace, setitimer."""
     # What is sampled in that function is its price. That each call takes longer until it is in
     # there is not: it stands at the lines that call.
     on = [
@@ -236,14 +243,13 @@ def call_hook(inputs: RuleInputs) -> Finding | None:
     if hook.file is not None:
         name = place_text(hook.file, hook.line, hook.function or "")
         seen_in = ((hook.file, hook.function or ""),)
-    every = "call, return and line" if sets == "sys.settrace" else "call and return"
     return make_finding(
-        f"{sets} is on: {name} is called at each {every} of the training thread"
+        f"{sets} is on: {name} is called at each {_CALLED_AT.get(sets, 'call')}"
         + ", which costs at least what is sampled in it" * bool(seen_in),
         f"remove what sets it ({sets}, cProfile, coverage, a debugger), or set it for a few steps: "
         "haiprof itself needs none",
         ("share of checks that found it on", ratio, "ratio"),
-        confidence=0.9, setting=rf"{sets.removeprefix('sys.')}\((?!None)", seen_in=seen_in,
+        confidence=0.9, setting=rf"{sets.partition('.')[2]}\((?!None)", seen_in=seen_in,
         missing=("how much longer each call takes beside that function",) if seen_in
         else ("what it costs: it is written in C, and slows each call",),
         rank=rank if len(ranks) == 1 < len(inputs.world) else None,

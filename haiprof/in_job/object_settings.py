@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 import time
 import weakref
@@ -345,8 +346,14 @@ def _unused_in(
     }  # fmt: skip
 
 
+_TIMERS = (
+    (signal.ITIMER_REAL, signal.SIGALRM), (signal.ITIMER_VIRTUAL, signal.SIGVTALRM),
+    (signal.ITIMER_PROF, signal.SIGPROF),
+)  # fmt: skip
+
+
 class CallHooks:
-    """What Python calls at each call or line of the training thread, where the job asked for it."""
+    """What Python calls in the training thread wherever that is, where the job asked for it."""
 
     def __init__(self) -> None:
         self.restart()
@@ -361,8 +368,13 @@ class CallHooks:
         self.look_count += 1
         if getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False):
             return  # its own, or haiprof's for a window
-        for sets, hook in (("sys.setprofile", sys.getprofile()), ("sys.settrace", sys.gettrace())):
-            found = None if hook is None else (sets, *_describe_hook(hook))
+        timed = (
+            ("signal.setitimer", signal.getsignal(of)) for timer, of in _TIMERS
+            if signal.getitimer(timer)[1]
+        )  # fmt: skip
+        of_calls = ("sys.setprofile", sys.getprofile()), ("sys.settrace", sys.gettrace())
+        for sets, hook in (*of_calls, *timed):
+            found = (sets, *_describe_hook(hook)) if callable(hook) else None
             if found is not None and not (found[2] or "").startswith(OWN_FOLDER):
                 self._seen[found] = self._seen.get(found, 0) + 1
 

@@ -88,7 +88,7 @@ SEEN_FIELDS = {
 }
 """The fields of the line `settings_seen`; counts of the whole recording."""
 HOOK_FIELDS = {
-    "sets": "what set it: sys.setprofile or sys.settrace",
+    "sets": "what set it: sys.setprofile, sys.settrace or signal.setitimer",
     "function": "the function that is called; of one in C its class",
     "file": "its file; null where it is in C",
     "line": "where it begins; null where it is in C",

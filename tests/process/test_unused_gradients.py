@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -240,3 +241,17 @@ def test_functions_that_python_calls_at_each_call_are_named() -> None:
     assert method["function"].endswith("method")
     assert (in_c["function"], in_c["file"]) == ("builtins.builtin_function_or_method", None)
     assert hooks.look_count == 7
+
+
+def test_a_handler_of_a_timers_signal_is_named() -> None:
+    hooks = CallHooks()
+    before = signal.signal(signal.SIGVTALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 60, 60)
+    try:
+        hooks.look()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    hooks.look()
+    (found,) = hooks.entries()
+    assert (found["sets"], found["file"], found["count"]) == ("signal.setitimer", __file__, 1)
