@@ -75,10 +75,8 @@ Attributes = Mapping[str, "str | int"]
 class RunIdentity:
     """Attributes of a run's OpenTelemetry resources."""
 
-    name: str
-    """Name of the run directory."""
-    version: str = ""
-    """The haiprof that recorded it."""
+    name: str  # Name of the run directory
+    version: str = ""  # The haiprof that recorded it
     reports: Mapping[tuple[str, Key], Mapping[str, Any]] = field(default_factory=dict)
     """rank.json by host and process."""
     processes: Mapping[tuple[object, object], tuple[str, Key]] = field(default_factory=dict)
@@ -99,16 +97,14 @@ def otlp_requests(series: Iterable[RawSeries], run: RunIdentity, *, lines: bool)
     yield "]}\n"
 
 
-MOST_POINTS = 20_000
-"""Of one request that is pushed: about 4 MB as JSON, before it is compressed."""
+MOST_POINTS = 20_000  # Of one request that is pushed: about 4 MB as JSON, before it is compressed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """One ExportMetricsServiceRequest."""
 
-    text: str
-    """As JSON."""
+    text: str  # As JSON
     point_count: int
 
 
@@ -278,10 +274,8 @@ class Exported:
     """How much was written."""
 
     count: int
-    unit: str
-    """`rows` or `series`."""
-    notes: tuple[str, ...]
-    """Notes on what was cut, damaged or missing in the run."""
+    unit: str  # `rows` or `series`
+    notes: tuple[str, ...]  # Notes on what was cut, damaged or missing in the run
 
 
 def write_export(

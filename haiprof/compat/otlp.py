@@ -46,8 +46,7 @@ class Collector:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     timeout_s: float = 10.0
     encoding: str = JSON
-    packs: bool = True
-    """Whether requests are compressed with gzip."""
+    packs: bool = True  # Whether requests are compressed with gzip
     context: ssl.SSLContext | None = None
 
     @property
@@ -63,12 +62,9 @@ class Pushed:
     url: str
     request_count: int
     point_count: int
-    rejected_count: int
-    """Points that it says it did not take."""
-    said: str
-    """What it said of them."""
-    notes: tuple[str, ...]
-    """What was damaged or missing in the run."""
+    rejected_count: int  # Points that it says it did not take
+    said: str  # What it said of them
+    notes: tuple[str, ...]  # What was damaged or missing in the run
 
 
 def find_collector(endpoint: str | None, environ: Mapping[str, str]) -> Collector:

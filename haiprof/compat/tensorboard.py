@@ -39,12 +39,9 @@ class Layout:
     """What TensorBoard reads."""
 
     folder: Path
-    below: Path
-    """The run, or the temporary folder: within it no link is followed."""
-    source: Path
-    """Where the traces themselves are."""
-    is_temporary: bool = False
-    """Whether it is removed at the end, as the run is not the user's own."""
+    below: Path  # The run, or the temporary folder: within it no link is followed
+    source: Path  # Where the traces themselves are
+    is_temporary: bool = False  # Whether it is removed at the end, as the run is not the user's own
 
     @property
     def traces(self) -> Path:

@@ -18,8 +18,7 @@ from haiprof.compat.exports import write_csv
 from haiprof.show.figures.style import write_text
 from haiprof.show.summary import select_judged_steps
 
-MOST_POINTS = 2_000
-"""Steps in the series of step times: evenly spread ones of a longer run."""
+MOST_POINTS = 2_000  # Steps in the series of step times: evenly spread ones of a longer run
 _COLUMNS = ("position", "activity", "code", "ms_per_step", "low_ms", "high_ms", "gain_ms",
             "gain_low_ms", "gain_high_ms", "when", "explanation")  # fmt: skip
 _PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
@@ -29,18 +28,14 @@ _PHASES = ("dataloader", "forward", "backward", "optimizer", "other")
 class Tracked:
     """What a tracker gets of a run."""
 
-    name: str
-    """Of the run directory."""
-    texts: Mapping[str, str]
-    """Headline and identity."""
+    name: str  # Of the run directory
+    texts: Mapping[str, str]  # Headline and identity
     values: Mapping[str, float]
     """Medians over judged steps of all ranks, in ms; the mean step; how many problems there are."""
     series: Sequence[tuple[int, int, float]]
     """(step, Unix time in ms, median of the ranks' step times in ms)."""
-    ledger: pl.DataFrame
-    """One row per account."""
-    files: Mapping[str, str]
-    """Content by name."""
+    ledger: pl.DataFrame  # One row per account
+    files: Mapping[str, str]  # Content by name
 
 
 def tracked_run(

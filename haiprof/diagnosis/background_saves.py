@@ -83,12 +83,9 @@ class Saves:
 class SlowedSteps:
     """What they cost the steps that began meanwhile."""
 
-    extra: Excess
-    """ns by which such a step of the job is longer than the others."""
-    step_count: int
-    """Such steps."""
-    of_count: int
-    """Steps that were looked at."""
+    extra: Excess  # ns by which such a step of the job is longer than the others
+    step_count: int  # Such steps
+    of_count: int  # Steps that were looked at
     save_count: int
 
 

@@ -52,25 +52,21 @@ from haiprof.run_format.stack_lines import LAYERS, LOCK_HELD, RECURRENCE
 
 STANDSTILL, FIRST_BATCH = "standstill", "first_batch"
 """It comes first: a job that stands still loses all of its time from then on."""
-CRITICAL_RATIO = 4 * PROBLEM_RATIO
-"""A problem that costs so much of the step is shown in red."""
+CRITICAL_RATIO = 4 * PROBLEM_RATIO  # A problem that costs so much of the step is shown in red
 _OF_SLOW_PARTS = ("ranks_uneven", "blocking_collectives")
 """What else is seen of a part of the job that the others wait for."""
 _BETWEEN_RANKS = {
     "wait: link": "exchanges data between ranks", "wait: peer": "waits for other ranks"
 }  # fmt: skip
 """Activities that are no work of the model's, however needed."""
-_LISTED_RATIO = PROBLEM_RATIO / 5
-"""Opportunities below this are in the ledger alone."""
+_LISTED_RATIO = PROBLEM_RATIO / 5  # Opportunities below this are in the ledger alone
 _LISTED = 10
 _LOADING = TRAINING_PHASES.index("dataloader")
 _ADAM_FILES = ("/torch/optim/adam.py", "/torch/optim/adamw.py")
-_ONE_LINE = 0.95
-"""Of a function's time, for it to be called that line's."""
+_ONE_LINE = 0.95  # Of a function's time, for it to be called that line's
 _UPDATE_ALL = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers of torch that update all parameters, whether they have a gradient of 0 or not."""
-_MOST_RATIO = 0.5
-"""Of a step: from here on the headline is what the model's own work consists of."""
+_MOST_RATIO = 0.5  # Of a step: from here on the headline is what the model's own work consists of
 _NOTHING = "nothing stands out"
 _MANY_PASSES, _SHORT_PASS_NS = 8, 1_000_000
 """So short a pass is the calling of operators, mostly: it takes as long for more samples. Own

@@ -69,17 +69,13 @@ SLUGS = {
 """By position; what lies between the phases is `outside_the_model`."""
 _MIN_SAMPLES = 4
 _AT_LOCK = WAITS.index("lock")
-_WAITING_FILES = ("/threading.py", "/queue.py")
-"""A thread in these waits itself."""
+_WAITING_FILES = ("/threading.py", "/queue.py")  # A thread in these waits itself
 _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
 FOR_LAYERS = "torch.baddbmm on stacked weights, torch.func.stack_module_state with torch.vmap"
-CODE_CHARS = 50
-"""Of an expression in a title: the whole stands in the ledger."""
-_WHOLE = 0.95
-"""A gain of so much of what a straggler takes beyond the others is all of it."""
-_UNEVEN = 1.02
-"""A gain that is so many times the mean over ranks is the slowest rank's."""
+CODE_CHARS = 50  # Of an expression in a title: the whole stands in the ledger
+_WHOLE = 0.95  # A gain of so much of what a straggler takes beyond the others is all of it
+_UNEVEN = 1.02  # A gain that is so many times the mean over ranks is the slowest rank's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +86,7 @@ class Question:
     samples: code_samples.CodeSamples
     account: Account
     mean_ns: float
-    collections_ns: float = 0.0
-    """Of the account, the garbage collections that begin in it."""
+    collections_ns: float = 0.0  # Of the account, the garbage collections that begin in it
 
     @property
     def share(self) -> float:
@@ -1024,14 +1019,10 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Finding]] = {
 _MORE = {
     "wait: file": _with_mount, "wait: socket": _with_sent_again, "wait: lock": _with_holder,
 }  # fmt: skip
-_SENT_AGAIN = 0.001
-"""A smaller part of TCP's segments explains no wait. Own choice."""
-_BUCKET_BYTES = 25 << 20
-"""DistributedDataParallel's default."""
-_MANY_BUCKETS = 8
-"""So many times those of the default's size are worth a word. Own choice."""
-_EVALUATED = ("wait: loader", "evaluation")
-"""Batches of an evaluation are its own."""
+_SENT_AGAIN = 0.001  # A smaller part of TCP's segments explains no wait. Own choice.
+_BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
+_MANY_BUCKETS = 8  # So many times those of the default's size are worth a word. Own choice.
+_EVALUATED = ("wait: loader", "evaluation")  # Batches of an evaluation are its own
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
     opportunities.WORKER_CORES: _waits_for_loader,

@@ -151,10 +151,8 @@ class FunctionReports:
 
     ranks: tuple[int, ...]
     reports: tuple[FunctionReport, ...]
-    functions: pl.DataFrame
-    """Every function of every rank, the columns of `Patterns.functions`."""
-    notes: tuple[str, ...] = ()
-    """What files of the ranks' functions have left out."""
+    functions: pl.DataFrame  # Every function of every rank, the columns of `Patterns.functions`
+    notes: tuple[str, ...] = ()  # What files of the ranks' functions have left out
     hardware: pl.DataFrame | None = None
     """From `hardware_by_function`; None where it was not asked for."""
 

@@ -57,17 +57,13 @@ _NO_LINK = (
 class FunctionReport:
     """What is known of one kind of function."""
 
-    kind: str
-    """One of `priority.PRIORITY`."""
+    kind: str  # One of `priority.PRIORITY`
     title: str
     tables: Mapping[str, pl.DataFrame]
     """By name: `abnormal` first where there is something, then `functions`, and `ranks`."""
-    facts: Mapping[str, Any]
-    """Single numbers, for scripts."""
-    meaning: tuple[str, ...]
-    """What it says, in words, the abnormal first."""
-    missing: tuple[str, ...]
-    """What could not be said, and what would record it."""
+    facts: Mapping[str, Any]  # Single numbers, for scripts
+    meaning: tuple[str, ...]  # What it says, in words, the abnormal first
+    missing: tuple[str, ...]  # What could not be said, and what would record it
 
     def as_json(self) -> dict[str, Any]:
         """Plain data with stable keys; a table is a list of rows."""

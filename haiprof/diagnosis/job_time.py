@@ -29,30 +29,25 @@ _Z = 1.96
 _BLOCKS = 20
 _COVERED_MIN = 8
 """With fewer steps whose collectives are known, waiting is judged by the lengths of backward."""
-_ALIKE_RATIO = 0.03
-"""Ranks whose mean steps differ by less than this wait for each other."""
+_ALIKE_RATIO = 0.03  # Ranks whose mean steps differ by less than this wait for each other
 _UNLIKE_RATIO = 1.5
 """Ranks whose mean steps differ by so much run different loops, as an actor and a learner do."""
-_CLOCKS_RATIO = 0.01
-"""Of a step: clocks of ranks agree so well."""
+_CLOCKS_RATIO = 0.01  # Of a step: clocks of ranks agree so well
 _PERIODIC = 0.8
 _RUNS_APART = 4
 """What begins at every Nth step and takes several of them has an N of so many at least: shorter
 ones are waves, as of two loader workers that take turns."""
 _SPIKE_RATIO, _ALL_PAID_RATIO = 0.5, 0.8
 """So much of an account must lie in spikes: in regular ones, and in others."""
-_SHORT_SPIKE = 0.3
-"""Of the one that the middle nanosecond of an account's spikes lies in."""
-_OWN_SPIKES = 0.2
-"""An account that has less of its positions' long periods does not make them long."""
+_SHORT_SPIKE = 0.3  # Of the one that the middle nanosecond of an account's spikes lies in
+_OWN_SPIKES = 0.2  # An account that has less of its positions' long periods does not make them long
 _GROWN = 1.5
 """An account that is so many times larger in its second part than in its first one has changed."""
 _NOTHING, _HARDLY = 0.05, 0.25
 """Of what is paid later, for it to have begun then: what was seen before, what may have been."""
 _DISTURBED = 0.1
 """Positions that wait for a core so long are longer or shorter as others come and go."""
-_PARTS = 8
-"""A change is looked for in parts of the run of this number."""
+_PARTS = 8  # A change is looked for in parts of the run of this number
 
 
 class _Totals(NamedTuple):
@@ -73,42 +68,28 @@ class JobTime:
     """
 
     ranks: tuple[int, ...]
-    step: Ints
-    """Numbers of the steps, of the first rank; a folded block has that of its first one."""
-    count: Ints
-    """[step]: 1, or of a block its steps: all times are those of its mean step."""
-    used: tuple[int, ...]
-    """Positions that any rank was in."""
-    cell_ns: Singles
-    """[used position, rank, step]: without collections."""
-    beside: npt.NDArray[np.int8]
-    """[rank, step]: BESIDE, FREE or NEITHER."""
-    kind: npt.NDArray[np.int8]
-    """[used position, rank, step]: USUAL, LONG or BESIDE_SAVE."""
-    collected_ns: Singles
-    """[rank, step]: in collections."""
-    period_ns: Singles
-    """[rank, step]: from a step's begin to the next one's."""
-    totals_ns: Floats
-    """[rank, kind or collections, position]: over all steps."""
-    waits_for_all: bool
-    """Whether ranks wait for the slowest."""
-    waits_ns: Mapping[int, Singles]
-    """By position: [rank, step], waiting for later ranks there."""
+    step: Ints  # Numbers of the steps, of the first rank; a folded block has that of its first one
+    count: Ints  # [step]: 1, or of a block its steps: all times are those of its mean step
+    used: tuple[int, ...]  # Positions that any rank was in
+    cell_ns: Singles  # [used position, rank, step]: without collections
+    beside: npt.NDArray[np.int8]  # [rank, step]: BESIDE, FREE or NEITHER
+    kind: npt.NDArray[np.int8]  # [used position, rank, step]: USUAL, LONG or BESIDE_SAVE
+    collected_ns: Singles  # [rank, step]: in collections
+    period_ns: Singles  # [rank, step]: from a step's begin to the next one's
+    totals_ns: Floats  # [rank, kind or collections, position]: over all steps
+    waits_for_all: bool  # Whether ranks wait for the slowest
+    waits_ns: Mapping[int, Singles]  # By position: [rank, step], waiting for later ranks there
     segment: Ints
     """[position]: in which part of the step it is: a part ends where ranks wait for each other."""
-    covered: Bools
-    """[step]: where that is known."""
+    covered: Bools  # [step]: where that is known
     stretch: Ints
     """Indices into the covered steps: first ones of stretches, at whose end ranks wait for each
     other. Most jobs do in each step; one that averages weights at every Nth step has longer ones.
     """
-    slowest: int
-    """The rank whose own time is the longest on the mean."""
+    slowest: int  # The rank whose own time is the longest on the mean
     idle_ns: Singles | None = None
     """[rank, step]: for how long the device had nothing to do; None without a device."""
-    is_idle_bound: bool = False
-    """Whether that is no more than a bound from above for some rank."""
+    is_idle_bound: bool = False  # Whether that is no more than a bound from above for some rank
     is_idle_known: bool = False
     """Whether anything is known of it; all of a step's time is a bound, too."""
     like: Mapping[int, int] = field(default_factory=dict)
@@ -528,12 +509,9 @@ class Stragglers:
     """Ranks that need longer than the others."""
 
     ranks: tuple[int, ...]
-    extra_ns: float
-    """What the slowest needs beyond the middle one per step."""
-    by_position: Mapping[int, Floats]
-    """By rank: that of each position, as far as it would go."""
-    goes: float = 1.0
-    """Which part of it that is."""
+    extra_ns: float  # What the slowest needs beyond the middle one per step
+    by_position: Mapping[int, Floats]  # By rank: that of each position, as far as it would go
+    goes: float = 1.0  # Which part of it that is
 
     def dealt_over(self, rank_count: int) -> Stragglers:
         """Of work that all ranks would share: what the stragglers keep does not go."""
@@ -607,8 +585,7 @@ def _is_steady(series: Floats) -> bool:
 class PeerWaits(NamedTuple):
     """Waiting for later ranks at collectives."""
 
-    ns: Mapping[int, Mapping[int, Mapping[int, int]]]
-    """By position, rank and step."""
+    ns: Mapping[int, Mapping[int, Mapping[int, int]]]  # By position, rank and step
     early: frozenset[int]
     """Positions that begin with it: all else in them comes after (broadcasts before forward)."""
     known: Mapping[int, Sequence[tuple[int, int]]] = {}

@@ -28,8 +28,7 @@ BURST_MAIN_RATIO = 0.80
 BURST_RARE_RATIO = 0.50
 """Waiting beyond the median is concentrated where 80 % of it (TraceML's coverage) lies in fewer
 than half as many steps as bursts of W workers would give, which is one in W. Own choice."""
-BURST_UNUSUAL_RATIO = 0.50
-"""Most of the waiting is more than the median step's. Own choice."""
+BURST_UNUSUAL_RATIO = 0.50  # Most of the waiting is more than the median step's. Own choice.
 LOADER_IDLE_RATIO = 0.50
 """Whoever makes the batches waits himself where he uses the CPU for less than half of the time in
 which training waits for them. Own choice."""
@@ -76,8 +75,7 @@ _TRIED = (
     "the time above is with batches always ready; haiprof try-loader measures what workers gain"
 )
 MAKES_LOADER = r"DataLoader\("
-_MIN_SAMPLES = 20
-"""Fewer samples of the workers do not tell what they take. Own choice."""
+_MIN_SAMPLES = 20  # Fewer samples of the workers do not tell what they take. Own choice.
 FREE_CORES = 0.5
 """Cores are full where less than half of what one more worker needs is free: with half a core it
 still adds half a worker's batches. Own choice."""
@@ -91,14 +89,10 @@ class _Loading:
     wait_share: float
     main_cores: float | None
     worker_cores: float | None
-    core_wait: float
-    """Share of time in which the main thread waited for a core; 0 where not known."""
-    free_cores: float | None
-    """Of those that the rank may use; None where that is not known."""
-    strangers_cores: float
-    """Used by processes that are not the job's; 0 where not known."""
-    less: str
-    """How to do less per sample."""
+    core_wait: float  # Share of time in which the main thread waited for a core; 0 where not known
+    free_cores: float | None  # Of those that the rank may use; None where that is not known
+    strangers_cores: float  # Used by processes that are not the job's; 0 where not known
+    less: str  # How to do less per sample
 
     @property
     def is_computing(self) -> bool | None:

@@ -18,26 +18,21 @@ from haiprof.run_analysis.run_files import integer, number, objects, text
 from haiprof.run_analysis.settings import Placement
 from haiprof.run_format.environment import LOADER_WORKER
 
-DRIFT_PHASE_RATIO = 0.50
-"""A phase is named where it makes this share of the growth. Own choice."""
+DRIFT_PHASE_RATIO = 0.50  # A phase is named where it makes this share of the growth. Own choice.
 FAULT_NS = 2_000.0
 """What a page fault takes with a page to clear, on virtual machines: 9,000 of them took 22 ms on
 ours; hosts take about half of it. Own choice."""
 FAULT_LEAST_NS = 500.0
 """And at least, with giving the page back. Own choice: on our virtual machine 294,000 of them in a
 step took 1.1 s, which glibc saved by keeping the memory, and half of which huge pages saved."""
-PAGE_BYTES = 4096
-"""Of most systems; elsewhere pages are larger."""
+PAGE_BYTES = 4096  # Of most systems; elsewhere pages are larger
 STOLEN_NOTED_RATIO = 0.05
 """Of the time of a main thread: what shared machines lose to steal on a usual day. Own choice."""
-PAGES_ELSEWHERE_RATIO = 0.50
-"""Most of a rank's memory on nodes other than its cores'. Own choice."""
-PAGES_MIN_COUNT = 64
-"""Sampled pages below which their share says nothing. Own choice."""
+PAGES_ELSEWHERE_RATIO = 0.50  # Most of a rank's memory on nodes other than its cores'. Own choice.
+PAGES_MIN_COUNT = 64  # Sampled pages below which their share says nothing. Own choice.
 HARDWARE_DIFFERENCE_RATIO = 0.15
 """A slow rank's wait for cores, or its GPU's throttled time, beyond the typical rank's."""
-NEIGHBOURS = "busy_neighbours"
-"""Rule of what the ranks wait for cores that others use."""
+NEIGHBOURS = "busy_neighbours"  # Rule of what the ranks wait for cores that others use
 SETS_THREADS = r"set_num_threads\("
 LARGER_INPUTS = "larger_inputs"
 LOADER_WORKERS = "loader_workers"

@@ -29,12 +29,9 @@ class Naming:
     role: str
     """`finding`: a rank there, or the machine, held the others up; `death`: ranks there died first,
     of what a sick node does; `left out`: a restart without it was advised; `preflight`."""
-    what: str
-    """Slug of the finding, cause of the death, reason of the advice, or what was slow."""
-    source: str
-    """Name of the run; `preflight`."""
-    wall_ns: int
-    """Unix time: when the run began, or the preflight was."""
+    what: str  # Slug of the finding, cause of the death, reason of the advice, or what was slow
+    source: str  # Name of the run; `preflight`
+    wall_ns: int  # Unix time: when the run began, or the preflight was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +39,20 @@ class NamedNode:
     """A node that was named."""
 
     host: str
-    run_count: int
-    """Runs with a verdict that it was in."""
-    named_run_count: int
-    """Those of them whose verdict named it."""
-    namings: tuple[Naming, ...]
-    """Oldest first."""
+    run_count: int  # Runs with a verdict that it was in
+    named_run_count: int  # Those of them whose verdict named it
+    namings: tuple[Naming, ...]  # Oldest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNames:
     """What a log directory says of its nodes."""
 
-    nodes: tuple[NamedNode, ...]
-    """Those named most often first."""
-    run_count: int
-    """Runs whose verdict was read."""
-    node_count: int
-    """Nodes that they ran on."""
+    nodes: tuple[NamedNode, ...]  # Those named most often first
+    run_count: int  # Runs whose verdict was read
+    node_count: int  # Nodes that they ran on
     preflight_count: int
-    unjudged: tuple[str, ...]
-    """Runs without a verdict that was kept at their end: they name nobody."""
+    unjudged: tuple[str, ...]  # Runs without a verdict that was kept at their end: they name nobody
 
 
 def read_named_nodes(log_dir: Path) -> NodeNames:

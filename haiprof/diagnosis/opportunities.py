@@ -48,12 +48,9 @@ _BESIDE_MODEL[[
 ]] = step_positions.PREPARE  # fmt: skip
 """By position: itself, or one for all that lie between phases of the model."""
 _AFTER_INPUT = range(FORWARD, step_positions.AFTER_STEP + 1)
-_HARDLY = 0.1
-"""A rank that spends so little of what another does on some work is without it."""
-_PURE = 0.5
-"""A function whose time is avoidable for more than this is one opportunity as a whole."""
-_MOST = 0.7
-"""Who holds so much of an opportunity is what it is named by."""
+_HARDLY = 0.1  # A rank that spends so little of what another does on some work is without it
+_PURE = 0.5  # A function whose time is avoidable for more than this is one opportunity as a whole
+_MOST = 0.7  # Who holds so much of an opportunity is what it is named by
 _OWN_FILES = re.compile(r"/torch/optim/(?!swa_utils)|/torch/_dynamo/eval_frame\.py")
 """An optimizer, and the call of a compiled model: guards and what else it does around it."""
 _NOT_COMPILED = "DisableContext."
@@ -71,13 +68,11 @@ _SAVES = re.compile(
 """What a trainer makes a checkpoint in: preparing what is saved costs time, too."""
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
-_COLLECTING_MIN = 8
-"""So many samples within collections tell where they begin."""
+_COLLECTING_MIN = 8  # So many samples within collections tell where they begin
 _SHARDED = re.compile(
     r"/torch/distributed/(?:_?fsdp|_composable|tensor|optim)/|/deepspeed/|/megatron/"
 )
-_COPIES = "/copy.py"
-"""Who copies a model calls torch's own code, and works for no forward."""
+_COPIES = "/copy.py"  # Who copies a model calls torch's own code, and works for no forward
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
 
 
@@ -88,8 +83,7 @@ class CodePlace:
     file: str
     line: int
     function: str
-    callers: tuple[tuple[str, int, str], ...] = ()
-    """The job's lines outside of it, nearest first."""
+    callers: tuple[tuple[str, int, str], ...] = ()  # The job's lines outside of it, nearest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +92,10 @@ class Opportunity:
 
     rows: Ints
     at: CodePlace | None
-    position: int
-    """Index into POSITIONS: where most of it is paid."""
-    activity: int
-    """Index into ACTIVITIES: what most of it is."""
-    key: str | None = None
-    """Of the explanation, where it was found by more than the table."""
-    unsure_ns: float = 0.0
-    """Of its time per step, what may be needed."""
+    position: int  # Index into POSITIONS: where most of it is paid
+    activity: int  # Index into ACTIVITIES: what most of it is
+    key: str | None = None  # Of the explanation, where it was found by more than the table
+    unsure_ns: float = 0.0  # Of its time per step, what may be needed
     spread: tuple[float, float] | None = None
     """Where its time lies with 95 % certainty, as parts of it, where not samples tell that."""
     when: str | None = None
@@ -118,10 +108,8 @@ class _Function:
 
     key: int
     outer: _Line | None
-    lines: dict[tuple[int, int], _Line] = field(default_factory=dict)
-    """By line and statement."""
-    rows: list[int] = field(default_factory=list)
-    """All rows in it and below."""
+    lines: dict[tuple[int, int], _Line] = field(default_factory=dict)  # By line and statement
+    rows: list[int] = field(default_factory=list)  # All rows in it and below
 
 
 @dataclass(slots=True)
@@ -129,11 +117,9 @@ class _Line:
     """One line of such a function."""
 
     frame: int
-    stack: int
-    """That ends in it, as it was met first."""
+    stack: int  # That ends in it, as it was met first
     function: _Function
-    own: list[int] = field(default_factory=list)
-    """Rows whose innermost line of the job it is."""
+    own: list[int] = field(default_factory=list)  # Rows whose innermost line of the job it is
     calls: dict[int, _Function] = field(default_factory=dict)
 
 

@@ -12,8 +12,7 @@ from haiprof.base.units import NS_PER_S, duration_text
 from haiprof.diagnosis import thresholds
 
 T = TypeVar("T")
-Ranks = Sequence[Mapping[str, Any]]
-"""What each rank measured."""
+Ranks = Sequence[Mapping[str, Any]]  # What each rank measured
 _NOISY = ("disk_bytes_per_s", "loader_batches_per_s")
 """What others who use the same disk or cores change: half of the peers' is needed, as of links."""
 NONE_IS_USUAL, TIMEOUT = "none is usual", "timeout"
@@ -36,20 +35,15 @@ _XID_S = 86_400.0
 class Suspect:
     """One thing that differs."""
 
-    what: str
-    """`cpu_loops_per_s`, `send_bytes_per_s`, `limit cpu_cores`, ..."""
-    rank: int | None = None
-    """None for a link between nodes, and for what all ranks share."""
+    what: str  # `cpu_loops_per_s`, `send_bytes_per_s`, `limit cpu_cores`, ..
+    rank: int | None = None  # None for a link between nodes, and for what all ranks share
     host: str | None = None
-    to_host: str | None = None
-    """The receiver of a link."""
+    to_host: str | None = None  # The receiver of a link
     value: float
-    usual: float | None
-    """Of its peers or of the baseline; None where the peers have no such limit."""
+    usual: float | None  # Of its peers or of the baseline; None where the peers have no such limit
     against: str = "peers"
     """`peers`, `baseline`, `maximum` (of its own clock), `timeout`, or `none is usual`."""
-    reason: str = ""
-    """What is known beside the numbers."""
+    reason: str = ""  # What is known beside the numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +52,8 @@ class Preflight:
 
     ranks: tuple[Mapping[str, Any], ...]
     suspects: tuple[Suspect, ...]
-    leave_out: tuple[str, ...]
-    """Nodes."""
-    unread: tuple[str, ...]
-    """What could not be read, and why."""
+    leave_out: tuple[str, ...]  # Nodes
+    unread: tuple[str, ...]  # What could not be read, and why
 
     @property
     def slurm(self) -> str:

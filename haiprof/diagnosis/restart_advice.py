@@ -18,13 +18,11 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest, run_folders, script_words
 
 Action = Literal["RESTART", "RESTART WITHOUT", "STOP"]
-_Judgement = tuple[Action, tuple[str, ...], str, str]
-"""Action, nodes, reason, text."""
+_Judgement = tuple[Action, tuple[str, ...], str, str]  # Action, nodes, reason, text
 EXIT_STATUS: dict[Action, int] = {"RESTART": 10, "RESTART WITHOUT": 11, "STOP": 12}
 """Of `haiprof verdict --advice`; 0: nothing died. Errors of haiprof are below 10."""
 _EARLIER_RUNS = 8
-_IDLE_DEATHS = 3
-"""So many deaths in a row without a step are no accident."""
+_IDLE_DEATHS = 3  # So many deaths in a row without a step are no accident
 _ASKED = ("interrupted", "cancelled")
 _FULL = ("disk_full", "shared_memory_full")
 _OF_CODE = ("exception", "exit", "crash", "early_exit", "mismatch", "hang", "deadlock")
@@ -69,18 +67,13 @@ _BEFORE_ERROR = re.compile(
 class Attempt:
     """One start of the job's ranks that died."""
 
-    run: str
-    """The run directory's name."""
+    run: str  # The run directory's name
     generation: int
-    cause: str
-    """As in `deaths.Death`."""
+    cause: str  # As in `deaths.Death`
     line: str | None
-    step: int | None
-    """The last one of the rank that it began with; None where that is not known."""
-    has_trained: bool
-    """Whether any rank is known to have ended a step."""
-    is_hardware: bool
-    """Whether the exception says that a device is broken."""
+    step: int | None  # The last one of the rank that it began with; None where that is not known
+    has_trained: bool  # Whether any rank is known to have ended a step
+    is_hardware: bool  # Whether the exception says that a device is broken
     is_program: bool
     """Whether its exception is one of the program, or ranks issued other collectives than others:
     that comes again at each start."""
@@ -91,10 +84,8 @@ class Attempt:
     """Whether the job ended itself because a value, such as its loss, was no finite number."""
     growth_bytes_per_step: float | None
     """By which memory grew all along until it ran out; None where it did not, or is not known."""
-    has_saved: bool
-    """Whether a checkpoint was seen to be written."""
-    hosts: tuple[str, ...]
-    """Of the ranks that it began with, where that is known."""
+    has_saved: bool  # Whether a checkpoint was seen to be written
+    hosts: tuple[str, ...]  # Of the ranks that it began with, where that is known
     died_ns: int | None
     headline: str
 
@@ -104,10 +95,8 @@ class Advice:
     """What a job script should do after a death."""
 
     action: Action
-    nodes: tuple[str, ...]
-    """Nodes to leave out; empty where the advice is another one."""
-    reason: str
-    """Slug of the rule that gave it."""
+    nodes: tuple[str, ...]  # Nodes to leave out; empty where the advice is another one
+    reason: str  # Slug of the rule that gave it
     text: str
     exit_status: int
     attempts: tuple[Attempt, ...]
@@ -263,8 +252,7 @@ class JobRun(NamedTuple):
     """One run of a job."""
 
     start_ns: int
-    went_well: bool
-    """Whether it is known to have ended with status 0."""
+    went_well: bool  # Whether it is known to have ended with status 0
     folder: Path
 
 

@@ -32,12 +32,10 @@ _SIZE_SCHEMA = {
 class NodeCpu:
     """What one host gave its ranks of its CPUs while their judged steps ran."""
 
-    core_count: int | None
-    """CPUs online."""
+    core_count: int | None  # CPUs online
     limit_cores: float | None
     """The tightest limit of the cgroup and those above it; None without one, or not known."""
-    throttled_ratio: float | None
-    """Share of those in which something had to stop; None without any."""
+    throttled_ratio: float | None  # Share of those in which something had to stop; None without any
     stolen_ratio: float | None
     """Of the time in which the CPUs had work, what the hypervisor kept; None where not counted."""
 
@@ -46,29 +44,22 @@ class NodeCpu:
 class RuleInputs:
     """A run as the rules see it."""
 
-    analyzer: RunFrames
-    """What all of it is read from."""
+    analyzer: RunFrames  # What all of it is read from
     steps: pl.DataFrame
     """Steps of each rank's last attempt without its first ones; columns of `step_frame`."""
     step_count: int
     """Steps of all ranks, of the last attempt of each, the first ones included; of a part of the
     run those that began in it."""
-    first_steps: pl.DataFrame
-    """The first step of each rank's last attempt."""
-    ranks: pl.DataFrame
-    """Columns of `rank_frame`; of a rank that is judged, the attempt that is."""
-    gpu_use: Mapping[int, float]
-    """Mean GPU utilization in [0, 1] by rank, where known."""
+    first_steps: pl.DataFrame  # The first step of each rank's last attempt
+    ranks: pl.DataFrame  # Columns of `rank_frame`; of a rank that is judged, the attempt that is
+    gpu_use: Mapping[int, float]  # Mean GPU utilization in [0, 1] by rank, where known
     main_cores: Mapping[int, float]
     """Median CPU cores used by the process of the rank, without its children, where known."""
-    busy_cores: Mapping[int, float]
-    """The same with its children: DataLoader workers."""
+    busy_cores: Mapping[int, float]  # The same with its children: DataLoader workers
     core_waits: Mapping[int, float]
     """Share of time in which the rank's main thread was ready to run but had no CPU core."""
-    placements: Mapping[int, Placement]
-    """Where each rank ran, where that was recorded."""
-    node_cpus: Mapping[str, NodeCpu]
-    """By host; those that have ranks with steps."""
+    placements: Mapping[int, Placement]  # Where each rank ran, where that was recorded
+    node_cpus: Mapping[str, NodeCpu]  # By host; those that have ranks with steps
     stolen: Mapping[int, float]
     """Share of time that the hypervisor took from the rank's main thread, as far as known.
 
@@ -76,24 +67,18 @@ class RuleInputs:
     counts stolen time as time of the thread, unless built with CONFIG_PARAVIRT_TIME_ACCOUNTING
     (`update_rq_clock_task`, kernel/sched/core.c): then more was lost.
     """
-    trained_ns: Mapping[int, float]
-    """Time in training steps of each rank, the first ones included."""
-    counted: counter_summaries.CounterAverages
-    """More counters of ranks and nodes."""
+    trained_ns: Mapping[int, float]  # Time in training steps of each rank, the first ones included
+    counted: counter_summaries.CounterAverages  # More counters of ranks and nodes
     mounts: tuple[counter_summaries.MountRequests, ...]
     """Requests of NFS mounts meanwhile; those of which most were under way come first."""
     pauses: pl.DataFrame
     """Collector pauses and checkpoint saves while judged steps ran; columns of `phase_frame`."""
-    loading: pl.DataFrame
-    """What starts of epochs cost; columns of `run_analysis.ranks`."""
-    settings: Mapping[int, RankSettings]
-    """What each rank was run with, where that was recorded."""
+    loading: pl.DataFrame  # What starts of epochs cost; columns of `run_analysis.ranks`
+    settings: Mapping[int, RankSettings]  # What each rank was run with, where that was recorded
     loader_workers: Mapping[int, int]
     """Workers of the loader that each rank iterated first, where known."""
-    batch_sizes: Mapping[int, int]
-    """Of the same loaders."""
-    iterable: frozenset[int]
-    """Ranks whose first loader has an IterableDataset."""
+    batch_sizes: Mapping[int, int]  # Of the same loaders
+    iterable: frozenset[int]  # Ranks whose first loader has an IterableDataset
     input_sizes: pl.DataFrame
     """`rank`, `root` (which module), `time_ns` (Unix time), `number_count`: numbers in what it was
     called with from then on, looked at once a second; only those that changed have a row."""
@@ -103,21 +88,17 @@ class RuleInputs:
     """What the GPU's allocator held where steps of `world` began."""
     blocks: Mapping[int, Blocks]
     """Sums of folded steps that are judged, by rank; `steps` has those that are whole."""
-    traces: TracedWindow
-    """What the run's traces say of a window of steps, or why they say nothing."""
+    traces: TracedWindow  # What the run's traces say of a window of steps, or why they say nothing
     reactions: tuple[Reaction, ...]
     """What haiprof did by itself: hangs and slower steps that were noticed while the job ran."""
-    output: Output
-    """What the job printed, where it printed into files."""
-    layout: Layout | None
-    """Its stages and shards; None where no process groups tell of any."""
+    output: Output  # What the job printed, where it printed into files
+    layout: Layout | None  # Its stages and shards; None where no process groups tell of any
     marked_by: str | None
     """What marks a step where that is no training (`steps.WORDS`); None elsewhere."""
     untrained: tuple[int, ...]
     """Ranks that train nothing, beside others that do: their steps are not judged."""
 
-    by_rank: Mapping[int, pl.DataFrame]
-    """Steps of each rank, in order."""
+    by_rank: Mapping[int, pl.DataFrame]  # Steps of each rank, in order
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """`rank 3`; where the job's layout is known, the stage or shard that they are, or its."""

@@ -118,8 +118,7 @@ def loss_not_finite(inputs: RuleInputs) -> Finding | str | None:
     )
 
 
-FIRST_BATCH_RATIO = 0.10
-"""Of the recorded training time: TraceML's 10 % for waiting for input."""
+FIRST_BATCH_RATIO = 0.10  # Of the recorded training time: TraceML's 10 % for waiting for input
 
 
 def standstill(inputs: RuleInputs) -> Finding | str | None:
@@ -229,10 +228,8 @@ def compilation(inputs: RuleInputs) -> Finding | None:
     )
 
 
-TREND_P_VALUE = 0.01
-"""Mann-Kendall, one-sided: a conventional level."""
-TREND_MIN_POINTS = 8
-"""Kendall's normal approximation is good from 8 points on (Kendall 1975)."""
+TREND_P_VALUE = 0.01  # Mann-Kendall, one-sided: a conventional level
+TREND_MIN_POINTS = 8  # Kendall's normal approximation is good from 8 points on (Kendall 1975)
 CREEP_RATIO = 0.10
 """Growth of memory, of what it was at first: less could be a cache that fills. Own choice."""
 CREEP_MIN_STEPS = 50
@@ -256,8 +253,7 @@ ALLOCATOR_RETRY_MIN_COUNT = 2
 _SOON_NS, _FAR = 24 * 3600 * NS_PER_S, 60
 """A limit that is so near is said in the title, and no farther than so many times what was seen."""
 _ENDS_NS = 3600 * NS_PER_S
-_WARM_NS = 15 * NS_PER_S
-"""Of steps: in less a job may still load what it keeps. Own choice."""
+_WARM_NS = 15 * NS_PER_S  # Of steps: in less a job may still load what it keeps. Own choice.
 _CARRIED_ON = 10
 """With a limit so near the job is about to end: no loss of time is graver, where the growth was
 seen for a tenth of that time at least."""

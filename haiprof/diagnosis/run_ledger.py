@@ -30,18 +30,13 @@ from haiprof.run_analysis.run_frames import Cells, RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE
 from haiprof.run_analysis.step_positions import COMPILE, GRADIENTS
 
-SAMPLED_RANKS = 8
-"""Samples of so many ranks are read: the slowest, and others at equal distances."""
-SMALL_RATIO = 0.002
-"""Accounts below this share of a step are one row by position and activity."""
-_MOST_SPLIT = 0.95
-"""No more of the model's own operators is called avoidable."""
+SAMPLED_RANKS = 8  # Samples of so many ranks are read: the slowest, and others at equal distances
+SMALL_RATIO = 0.002  # Accounts below this share of a step are one row by position and activity
+_MOST_SPLIT = 0.95  # No more of the model's own operators is called avoidable
 _SLOWEST_RATIO = 1.2
 """A rank that spends so many times the mean of all ranks on an account is named."""
-_ONE_RANK = 0.8
-"""Where one of several ranks has so much of an account, it is about that rank."""
-_ALSO_RATIO = 0.25
-"""A second line that has so much of an account is named beside the first one."""
+_ONE_RANK = 0.8  # Where one of several ranks has so much of an account, it is about that rank
+_ALSO_RATIO = 0.25  # A second line that has so much of an account is named beside the first one
 _ELSEWHERE_RATIO = 0.1
 """A position that holds so much of an account is named beside the one that holds most."""
 
@@ -52,15 +47,13 @@ class RunLedger:
 
     ledger: Ledger
     samples: CodeSamples
-    late: Stragglers | None
-    """The ranks that need longer than the others; None without any."""
+    late: Stragglers | None  # The ranks that need longer than the others; None without any
     slowed: SlowedSteps | None
     """What saves beside the training cost; None where there were none, or nothing is sure."""
     recurrences: Sequence[Recurrence]
     time: JobTime
     table: TimeTable
-    rows: tuple[Ints, ...]
-    """Rows of the table by account."""
+    rows: tuple[Ints, ...]  # Rows of the table by account
 
     def collections_ns(self, account: Account) -> float:
         """What an account takes of the mean step in garbage collections."""

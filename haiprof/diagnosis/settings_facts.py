@@ -32,16 +32,13 @@ LEFT_ON_RATIO = 0.50
 """A profiler with a schedule is on for less of the time than one left on. Own choice."""
 DTYPE_RATIO = 0.50
 """Most of what is trained: a few parameters of a type (a running sum) cost nothing. Own choice."""
-LOOP_MIN_TENSORS = 20
-"""Fewer tensors make no long loop. Own choice."""
-THREADS_PER_CORE = 2.0
-"""Threads of an operator for each core; less is not measured. Own choice."""
+LOOP_MIN_TENSORS = 20  # Fewer tensors make no long loop. Own choice.
+THREADS_PER_CORE = 2.0  # Threads of an operator for each core; less is not measured. Own choice.
 FEW_THREADS = 2.0
 """Cores of a rank for each thread of its operators, from which on it is said. Own choice."""
 NO_SYNC_MISSED_RATIO = 0.01
 """So unlikely must it be that looks missed a no_sync that is there: a conventional level."""
-MIN_COUNT = 20
-"""With fewer samples nothing is said of a share of them. Own choice."""
+MIN_COUNT = 20  # With fewer samples nothing is said of a share of them. Own choice.
 
 MODEL = ("forward", "backward")
 STEP = (*MODEL, "optimizer")
@@ -481,8 +478,7 @@ def mkldnn_off(inputs: RuleInputs) -> Finding | None:
     ), price)  # fmt: skip
 
 
-_LIKE_FORWARD = 0.7
-"""Backward of a model takes at least so much of what its share of forward says."""
+_LIKE_FORWARD = 0.7  # Backward of a model takes at least so much of what its share of forward says
 
 
 @_setting()

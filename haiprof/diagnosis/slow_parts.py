@@ -19,10 +19,8 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_positions import BACKWARD
 
 RULE = "slow_part"
-_RANKS = 64
-"""Own time is told of so many ranks at most, at equal distances."""
-_MIN_SAMPLES = 30
-"""Of each rank: with fewer its share of waiting is not known."""
+_RANKS = 64  # Own time is told of so many ranks at most, at equal distances
+_MIN_SAMPLES = 30  # Of each rank: with fewer its share of waiting is not known
 _APART = 0.5
 """The fastest of its ranks needs longer than the slowest other one by so much of the difference of
 their means: of eight alike ranks four are the slower ones in one of 35 cases."""

@@ -26,18 +26,14 @@ from haiprof.run_analysis.lines import innermost_stack, written_in
 from haiprof.run_format import stack_lines
 
 SMALL_OPERATORS = "many_small_operators"
-Line = tuple[str, int, str]
-"""File, line, function."""
+Line = tuple[str, int, str]  # File, line, function
 _ENGINE = "/torch/autograd/"
-_OPTIMIZER_FILE = "/torch/optim/optimizer.py"
-"""Wraps the step of each optimizer."""
-_LEAST_SHARE = 0.002
-"""Lines with less of backward stay with the line that called it."""
+_OPTIMIZER_FILE = "/torch/optim/optimizer.py"  # Wraps the step of each optimizer
+_LEAST_SHARE = 0.002  # Lines with less of backward stay with the line that called it
 _LOOP_NS = MANY_OPERATORS * OPERATOR_CALL_NS
 _MOSTLY_CALLS = 0.5
 """Operators are small whose calls take so much of their time: others compute, and stay."""
-_OF_OPERATORS = 0.3
-"""A loop in which operators take less is Python."""
+_OF_OPERATORS = 0.3  # A loop in which operators take less is Python
 _LEAST_HELD, _SMALL_HELD = 1 / 45, 1 / 15
 """Where a loop holds the interpreter lock for so much of its time its operators take less than
 some 45 and 15 us each; below that they compute, and below the second, calling them is all."""
@@ -49,8 +45,7 @@ _BACKWARD = 2.0
 """Backward of a loop's operators takes so much more for its time than that of others: taking a row
 makes a tensor of the whole there. Measured on five programs: 1.6 to 3.5 times forward, of the rest
 of the model 0.75 to 2.1."""
-_NO_GRAD_FILE = "/torch/utils/_contextlib.py"
-"""What `@torch.no_grad()` runs a function in."""
+_NO_GRAD_FILE = "/torch/utils/_contextlib.py"  # What `@torch.no_grad()` runs a function in
 _UNSURE = 0.25
 """Of a loop's time, what the operators may still take that stand in its place. Own choice."""
 _AHEAD = (step_positions.FORWARD, step_positions.LOSS)
@@ -66,8 +61,7 @@ class Recurrence:
 
     at: CodePlace
     kind: int
-    ns: float
-    """Of the mean step, with an estimate of its part of backward."""
+    ns: float  # Of the mean step, with an estimate of its part of backward
     has_backward: bool
     called: tuple[float, float] | None
     """Its operators in forward of a step, and the ns of each, by a window; None without one."""
@@ -82,8 +76,7 @@ class Loops:
     """Whose price no window measured: they are no opportunities."""
     shares: list[tuple[Line, float]] = field(default_factory=list)
     """Of backward, what each line of a window made that is in none of these; largest first."""
-    left: float = 1.0
-    """Of backward, what none of these has."""
+    left: float = 1.0  # Of backward, what none of these has
 
 
 def find_loops(

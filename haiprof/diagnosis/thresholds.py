@@ -8,21 +8,18 @@ WARM_UP_RATIO = 0.05
 """Share of a rank's first steps left out: compilation, autotuning, worker start. Own choice."""
 WARM_UP_MAX_STEPS = 10
 """No more than this many; torch.profiler's documented schedules skip fewer. Own choice."""
-WARM_UP_MIN_TOTAL = 10
-"""With fewer steps than this all of them are judged. Own choice."""
+WARM_UP_MIN_TOTAL = 10  # With fewer steps than this all of them are judged. Own choice.
 
 UNTRACED_MIN_RATIO = 0.10
 """With a smaller share of steps outside of trace windows, traced ones count too. Own choice."""
 
-FEW_STEPS_SURE = 0.60
-"""No finding is surer with fewer steps than CRITICAL_MIN_STEPS. Own choice."""
+FEW_STEPS_SURE = 0.60  # No finding is surer with fewer steps than CRITICAL_MIN_STEPS. Own choice.
 SHORT_RUN_S = 1.0
 """Seconds of judged steps below which findings are notes: counters are read once or twice a second,
 so nothing is known of who had the cores. Own choice."""
 
 MIN_STEPS = 2
-CRITICAL_MIN_STEPS = 20
-"""TraceML: two steps to warn, twenty to call it critical."""
+CRITICAL_MIN_STEPS = 20  # TraceML: two steps to warn, twenty to call it critical
 
 FAR_MAD_FACTOR = 5.0
 """A rank is far from the others where its distance is above the median plus this many MADs; a
@@ -36,8 +33,7 @@ ABNORMAL_RATIO = 0.01
 SAME_COUNT_RATIO = 0.10
 """Kernels whose counts differ by more did other work: they are not compared. Own choice."""
 
-TF32_CAPABILITY = (8, 0)
-"""Ampere has TF32 (CUDA C++ Programming Guide, compute capabilities)."""
+TF32_CAPABILITY = (8, 0)  # Ampere has TF32 (CUDA C++ Programming Guide, compute capabilities)
 OPERATOR_CALL_NS = 5_000
 """What calling an operator of a CPU takes while it is recorded: 2.7 to 5.9 us for a product of 64
 numbers with autograd (torch 2.13). What is longer computes, and stays."""
@@ -48,8 +44,7 @@ MANY_OPERATORS = 32
 """Operators that one line calls in a step, from which on it is a loop that may be one operator. Own
 choice; the gain says whether it matters."""
 
-COMPARE_MIN_STEPS = 20
-"""Steps of each run after warm-up; TraceML's twenty for something critical."""
+COMPARE_MIN_STEPS = 20  # Steps of each run after warm-up; TraceML's twenty for something critical
 COMPARE_P_VALUE = 0.05
 """Of an account, a position or a counter, for all of them together (Benjamini and Hochberg)."""
 

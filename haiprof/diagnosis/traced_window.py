@@ -28,8 +28,7 @@ class TracedWindow:
     """One window of a run, as its traces show it."""
 
     patterns: Patterns | None
-    why: str
-    """Why there are no patterns; empty where there are."""
+    why: str  # Why there are no patterns; empty where there are
     lines: pl.DataFrame | None = None
     """Columns of `python_code.operator_lines` by `rank`; None in a window without lines."""
 
@@ -87,20 +86,14 @@ class StepWork:
 
     model_flops: float
     """Of matrix products, convolutions and attention in one step, without recomputation."""
-    flops_per_s: float
-    """The same over the mean step's time, which tracing did not make longer."""
-    mfu_ratio: float | None
-    """Share of the device's dense peak; None where that is not known."""
-    is_lower_bound: bool
-    """Whether kernels whose work is not known make these numbers too low."""
+    flops_per_s: float  # The same over the mean step's time, which tracing did not make longer
+    mfu_ratio: float | None  # Share of the device's dense peak; None where that is not known
+    is_lower_bound: bool  # Whether kernels whose work is not known make these numbers too low
     kernel_known_ratio: float | None
     """Share of GPU time whose work is known; None without GPU events."""
-    device: str | None
-    """As the trace names it; None of a CPU."""
-    peak: str | None
-    """Who states the peak."""
-    reason: str | None
-    """Why MFU is not known."""
+    device: str | None  # As the trace names it; None of a CPU
+    peak: str | None  # Who states the peak
+    reason: str | None  # Why MFU is not known
 
 
 def step_work(

@@ -30,12 +30,9 @@ SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 class Evidence:
     """One number behind a finding."""
 
-    name: str
-    """What was measured, for people."""
-    value: float | None
-    """In base units; None where it is not known."""
-    unit: str
-    """ns, ratio, cores, count, bytes, bytes/s, or empty for a plain factor."""
+    name: str  # What was measured, for people
+    value: float | None  # In base units; None where it is not known
+    unit: str  # ns, ratio, cores, count, bytes, bytes/s, or empty for a plain factor
 
 
 def evidence_rows(*rows: tuple[str, float | None, str]) -> tuple[Evidence, ...]:
@@ -50,8 +47,7 @@ class Gain:
     step_ns: float
     left_ns: float
     low_ns: float
-    high_ns: float
-    """Where that lies with 95 % certainty."""
+    high_ns: float  # Where that lies with 95 % certainty
 
 
 def gain_of(step_ns: float, ns: float, low_ns: float, high_ns: float) -> Gain:
@@ -77,8 +73,7 @@ class Finding:
     gain: Gain | None = None
     account: int | None = None
     missing: tuple[str, ...] = ()
-    rank: int | None = None
-    """The rank it is about; None where it is about all."""
+    rank: int | None = None  # The rank it is about; None where it is about all
     scope: Literal["run", "window"] = "run"
     cause: str | None = None
     phases: tuple[str, ...] = ()
@@ -89,18 +84,15 @@ class Finding:
     """Of a setting: what it costs of the exchanges between ranks in these, waits included."""
     python_ratio: float = 0.0
     """Of a setting: what it costs of the Python that runs outside of torch, in any phase."""
-    python_spread: tuple[float, float] | None = None
-    """The same at least and at most, over that."""
+    python_spread: tuple[float, float] | None = None  # The same at least and at most, over that
     seen_in: tuple[tuple[str, str], ...] = ()
     """Of a setting: files and functions (empty: all of the file) whose code runs for its sake."""
-    unsure_ratio: float = 0.0
-    """Of a setting: what part of `lost_ratio` it may not cost."""
+    unsure_ratio: float = 0.0  # Of a setting: what part of `lost_ratio` it may not cost
     setting: str = ""
     """Pattern of the call or assignment of the job's that sets it (`lines.find_statement`)."""
     code_lines: tuple[CodeLine, ...] = ()
     nodes: tuple[str, ...] = ()
-    is_choice: bool = True
-    """Whether a change removes it; else it is a fact, however large."""
+    is_choice: bool = True  # Whether a change removes it; else it is a fact, however large
 
     @property
     def is_priced(self) -> bool:
@@ -143,12 +135,10 @@ class Cost:
 
     hook_ns_per_step: float | None
     """Of the training thread, the costliest rank; None where no cost was recorded."""
-    hook_ratio: float | None
-    """The same as a share of the recorded time."""
+    hook_ratio: float | None  # The same as a share of the recorded time
     threads_cpu_ratio: float | None
     """Share of one CPU that haiprof's own threads used in a process of the job, at most."""
-    agent_cpu_ratio: float | None
-    """CPU time of the node agent per elapsed time, the busiest node."""
+    agent_cpu_ratio: float | None  # CPU time of the node agent per elapsed time, the busiest node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,18 +154,15 @@ class Verdict:
     step_count: int
     ranks: tuple[int, ...]
     findings: tuple[Finding, ...]
-    abstained: tuple[tuple[str, str], ...]
-    """(rule, why it could not be judged)."""
-    not_measured: tuple[tuple[str, str], ...]
-    """(what, why)."""
+    abstained: tuple[tuple[str, str], ...]  # (rule, why it could not be judged)
+    not_measured: tuple[tuple[str, str], ...]  # (what, why)
     evaluation_ns: int | None
     compile_ns: int | None
     events: Mapping[str, Events]
     cost: Cost
     next_command: str
     notes: tuple[str, ...]
-    ledger: Ledger | None = None
-    """The accounts of the mean step; None without judged steps."""
+    ledger: Ledger | None = None  # The accounts of the mean step; None without judged steps
     device: DeviceLedger | None = None
     run_time: Mapping[str, int] = field(default_factory=dict)
     most_steps: int = 0

@@ -200,11 +200,9 @@ def _attached_agent(
 
 
 _RunAndAgent = tuple[RunPaths, AbstractContextManager[list[str]]]
-REPORT_S = 60.0
-"""A rank reports in within a second of its next training step; steps may be long."""
+REPORT_S = 60.0  # A rank reports in within a second of its next training step; steps may be long
 ASK_S = 10.0
-LATE_S = 30.0
-"""Slack beyond the requested time: the recording ends with a whole step."""
+LATE_S = 30.0  # Slack beyond the requested time: the recording ends with a whole step
 RECORDED, RESUMED, INJECTED, OUTSIDE = "recorded", "resumed", "injected", "outside"
 
 
@@ -212,19 +210,13 @@ RECORDED, RESUMED, INJECTED, OUTSIDE = "recorded", "resumed", "injected", "outsi
 class Attached:
     """The result of attaching."""
 
-    run: str
-    """The run directory that holds the recording."""
-    how: str
-    """`recorded` (it was recorded anyway), `resumed`, `injected`, or `outside`."""
-    between: tuple[int, int]
-    """First and last Unix time in ns."""
-    ranks: tuple[int, ...]
-    """Ranks that were recorded."""
-    refused: Mapping[str, str] = field(default_factory=dict)
-    """Why others were not, by their name."""
+    run: str  # The run directory that holds the recording
+    how: str  # `recorded` (it was recorded anyway), `resumed`, `injected`, or `outside`
+    between: tuple[int, int]  # First and last Unix time in ns
+    ranks: tuple[int, ...]  # Ranks that were recorded
+    refused: Mapping[str, str] = field(default_factory=dict)  # Why others were not, by their name
     trace: TraceNow | None = None
-    seen: tuple[SampledStacks, ...] = ()
-    """Shares of sampled stacks, where the job was only sampled."""
+    seen: tuple[SampledStacks, ...] = ()  # Shares of sampled stacks, where the job was only sampled
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""

@@ -122,10 +122,8 @@ def why_not_enter(pid: int, *, proc: Path = Path("/proc"), me: str = "self") -> 
 
 
 RATE_HZ = 10
-MOST_RANKS = 8
-"""py-spy takes a few percent of a core per process that it looks at."""
-NO_SPY = "py-spy is not installed (pip install 'haiprof[attach]')"
-"""Why no stacks are sampled."""
+MOST_RANKS = 8  # py-spy takes a few percent of a core per process that it looks at
+NO_SPY = "py-spy is not installed (pip install 'haiprof[attach]')"  # Why no stacks are sampled
 _GRACE_S = 30.0
 _DUMP_S = 10.0
 _CONFIDENCE_Z = 1.96
@@ -154,8 +152,7 @@ class SampledStacks:
     """Share of the samples by phase, `other` included; in [0, 1]."""
     hottest: tuple[tuple[str, float], ...] = ()
     """Innermost own frames with their shares, the largest first."""
-    problem: str | None = None
-    """Why there are no samples."""
+    problem: str | None = None  # Why there are no samples
 
     def margin(self, phase: str) -> float:
         """Half the 95 % interval of a share, if samples are independent (normal approximation)."""

@@ -42,8 +42,7 @@ from haiprof.run_format.reader import try_read_json, try_read_lines
 FRESH_S = 60.0
 """Agents and ranks write once a second, which a file server may show late; a node that was silent
 for so long is gone."""
-_NAMED = 4
-"""Running jobs that an error names at most."""
+_NAMED = 4  # Running jobs that an error names at most
 _START_SLACK_S = 5.0
 
 
@@ -213,16 +212,14 @@ def _run_of_process(pid: int, *, others: bool) -> Path | None:
 
 
 POLL_S = 0.05
-Progress = Callable[[str], None]
-"""What is told while something is waited for."""
+Progress = Callable[[str], None]  # What is told while something is waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """A rank that reported in and, as far as this node can tell, has not ended."""
 
-    name: str
-    """The name in its replies: `3`, `3.1` for its second attempt."""
+    name: str  # The name in its replies: `3`, `3.1` for its second attempt
     rank: int
     host: str | None
     pid: int | None
@@ -245,8 +242,7 @@ class Answers:
     request: Request
     replies: Mapping[str, Mapping[str, Any]]
     """The last reply of each rank that answered, by the rank's name."""
-    silent: tuple[Member, ...]
-    """Ranks that gave no final answer in time."""
+    silent: tuple[Member, ...]  # Ranks that gave no final answer in time
 
 
 def members(run: RunPaths) -> list[Member]:
@@ -314,8 +310,7 @@ class MissingRanks:
 
     late: tuple[Member, ...] = ()
     """Ranks of nodes that write to this run directory: they have not begun to train."""
-    unknown: tuple[int, ...] = ()
-    """Ranks about which nothing is known here."""
+    unknown: tuple[int, ...] = ()  # Ranks about which nothing is known here
 
     @property
     def notes(self) -> tuple[str, ...]:

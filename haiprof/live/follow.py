@@ -31,8 +31,7 @@ from haiprof.run_format.control import read_members, read_object
 from haiprof.run_format.layout import RankPaths, RunPaths
 from haiprof.run_format.reader import try_read_json, try_read_lines
 
-LAST_STEPS = 50
-"""Number of last steps in all "now" values."""
+LAST_STEPS = 50  # Number of last steps in all "now" values
 SLOWEST = 5
 _WHOLE_RECORDS = 1 << 18
 """A file with more spans (hours of short steps) is not read from its start: its earlier steps are
@@ -45,8 +44,7 @@ _SAMPLES_PER_RANK = 4
 _RANKS_PER_LOOK = 16
 MANY_RANKS = 64
 """Of more ranks the first look is at so many, at equal distances; the others come in turn."""
-_HOSTS_PER_LOOK = 32
-"""And at counters of so many nodes at a time."""
+_HOSTS_PER_LOOK = 32  # And at counters of so many nodes at a time
 _COUNTERS_EVERY_S = 2.0
 _RECENT_S = 10.0
 _RANK_METRICS = ("cpu_cores", "cpu_main_cores", "memory_rss_bytes", "utilization_ratio")
@@ -60,29 +58,23 @@ class RankNow:
     attempt: int
     host: str | None
     pid: int | None
-    step: int | None = None
-    """Last whole step; None before the first."""
+    step: int | None = None  # Last whole step; None before the first
     step_is_exact: bool = True
     """Whether steps were counted from the recording's start, as in the analysis."""
-    step_ns: float | None = None
-    """Median of the last steps."""
+    step_ns: float | None = None  # Median of the last steps
     split: dict[str, float | None] = field(
         default_factory=lambda: dict.fromkeys((*PHASES, "other"))
     )
     """Share of each phase, `other` included; None where a phase was never seen in them."""
-    times_ns: tuple[int, ...] = ()
-    """Of the last steps, in order."""
+    times_ns: tuple[int, ...] = ()  # Of the last steps, in order
     slowest: tuple[tuple[int, int, str], ...] = ()
     """(step, ns, phase that it spent most time in), among the last steps."""
-    idle_ns: int | None = None
-    """Since the last whole step ended."""
+    idle_ns: int | None = None  # Since the last whole step ended
     recording: bool = False
-    stopped: bool = False
-    """Whether a signal has stopped its process, as far as this node can tell."""
+    stopped: bool = False  # Whether a signal has stopped its process, as far as this node can tell
     elsewhere: bool = False
     """Whether its files are on its own node's disk, so that nothing more is known here."""
-    counters: dict[str, float] = field(default_factory=dict)
-    """Latest value by metric."""
+    counters: dict[str, float] = field(default_factory=dict)  # Latest value by metric
 
 
 @dataclass
@@ -92,8 +84,7 @@ class LiveRank:
     rank: int
     attempt: int
     paths: RankPaths
-    report: dict[str, Any] = field(default_factory=dict)
-    """rank.json; empty until it is whole."""
+    report: dict[str, Any] = field(default_factory=dict)  # rank.json; empty until it is whole
     _families: dict[int, int] = field(default_factory=dict)
     _events_bytes: int = -1
     _recording: bool = True
@@ -213,13 +204,10 @@ class JobNow:
     running: bool
     world_size: int | None
     ranks: tuple[RankNow, ...]
-    verdict: str | None = None
-    """The verdict so far in one line; None before the first."""
-    user: str | None = None
-    """Whose it is; None for one's own."""
+    verdict: str | None = None  # The verdict so far in one line; None before the first
+    user: str | None = None  # Whose it is; None for one's own
     start_wall_ns: int = 0
-    problem: str | None = None
-    """Why something of it cannot be read."""
+    problem: str | None = None  # Why something of it cannot be read
 
     @property
     def rank_count(self) -> int:

@@ -43,21 +43,16 @@ class ProcessTrace:
     rank: int | None
     host: str
     pid: int
-    state: str
-    """`done`, `silent` or `failed`."""
-    reason: str | None = None
-    """Why there is no trace."""
+    state: str  # `done`, `silent` or `failed`
+    reason: str | None = None  # Why there is no trace
     path: str | None = None
     steps: tuple[int, int] | None = None
     """First step and the one after the last, where haiprof recorded the steps beside it."""
-    steps_reason: str | None = None
-    """Why the steps are not known."""
-    optimizer_step_count: int | None = None
-    """Optimizer steps in the trace."""
+    steps_reason: str | None = None  # Why the steps are not known
+    optimizer_step_count: int | None = None  # Optimizer steps in the trace
     start_wall_ns: int | None = None
     end_wall_ns: int | None = None
-    first_optimizer_wall_ns: int | None = None
-    """End of the first optimizer step in it."""
+    first_optimizer_wall_ns: int | None = None  # End of the first optimizer step in it
     step_ns: int | None = None
     """Usual time from the end of one optimizer step to the next; None with fewer than two."""
 
@@ -66,10 +61,8 @@ class ProcessTrace:
 class KinetoTraces:
     """The result of a request."""
 
-    folder: str
-    """Where the traces are."""
-    backend: str
-    """`kineto` or `dynolog`."""
+    folder: str  # Where the traces are
+    backend: str  # `kineto` or `dynolog`
     processes: tuple[ProcessTrace, ...]
 
     @property
@@ -115,12 +108,9 @@ class KinetoProcess:
     """A process that can be asked for a trace."""
 
     pid: int
-    own_pid: int
-    """Its process id in its own namespace, which is in its trace's name."""
-    address: str
-    """Of the agent that it asks."""
-    rank: int | None
-    """None where neither its environment nor its place says so."""
+    own_pid: int  # Its process id in its own namespace, which is in its trace's name
+    address: str  # Of the agent that it asks
+    rank: int | None  # None where neither its environment nor its place says so
     world_size: int | None
 
 
@@ -275,11 +265,9 @@ BACKENDS = ("auto", "hook", "kineto", "dynolog")
 class KinetoJob:
     """A job that is traced through Kineto's daemon protocol."""
 
-    run: RunPaths | None
-    """None where it does not run under haiprof."""
+    run: RunPaths | None  # None where it does not run under haiprof
     processes: tuple[KinetoProcess, ...]
-    elsewhere: tuple[str, ...] = ()
-    """Other hosts with ranks of it; they are asked there."""
+    elsewhere: tuple[str, ...] = ()  # Other hosts with ranks of it; they are asked there
 
 
 def kineto_job(
@@ -309,8 +297,7 @@ def kineto_job(
 
 
 DEFAULT_ENDPOINT = "localhost:1778"
-TIMEOUT_S = 10.0
-"""The daemon serves one connection at a time, and a silent one blocks the rest."""
+TIMEOUT_S = 10.0  # The daemon serves one connection at a time, and a silent one blocks the rest
 _LENGTH = struct.Struct("=i")
 _ANSWER_LIMIT_BYTES = 1 << 20
 _PORT_LIMIT = 65_535

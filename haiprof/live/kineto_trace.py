@@ -56,11 +56,9 @@ from haiprof.run_format.schema import SCHEMA_VERSION
 from haiprof.run_format.writer import write_json
 from haiprof.trace_format.kineto import complete
 
-STEPS_WAIT_S = 5.0
-"""A rank writes its steps down about once a second."""
+STEPS_WAIT_S = 5.0  # A rank writes its steps down about once a second
 _POLL_S = 0.5
-_INSIDE_RATIO = 0.9
-"""Share of a step within the window from which it is marked. Own choice."""
+_INSIDE_RATIO = 0.9  # Share of a step within the window from which it is marked. Own choice.
 
 
 ASK_EVERY_S = 5.0
@@ -86,14 +84,10 @@ class _Attempt:
     processes: Sequence[KinetoProcess]
     run: RunPaths | None
     """The run that the job records into; None where it does not run under haiprof."""
-    window: int
-    """Number of the window in the run."""
-    folder: Path
-    """Where finished traces go."""
-    into_run: bool
-    """Whether the traces become windows of that run."""
-    raw: Path = Path()
-    """Where the processes put their traces."""
+    window: int  # Number of the window in the run
+    folder: Path  # Where finished traces go
+    into_run: bool  # Whether the traces become windows of that run
+    raw: Path = Path()  # Where the processes put their traces
     start_wall_ns: int = 0
     """When the window begins; before it a process that has the request still asks for the next."""
     refused: dict[int, str] = field(default_factory=dict)
@@ -469,19 +463,13 @@ class GpuTrace:
 
     log_file: str
     job_id: int = 0
-    pids: tuple[int, ...] = ()
-    """Only these; empty takes all."""
+    pids: tuple[int, ...] = ()  # Only these; empty takes all
     duration_ms: int = 500
-    iterations: int = -1
-    """In place of the duration, where it is more than 0."""
-    start_ms: int = 0
-    """Unix time at which a duration begins; 0 is at once."""
-    roundup: int = 0
-    """Iterations begin at a multiple of it; 0 was not given."""
-    limit: int = 0
-    """Of processes on a node; 0 takes all (dynolog's own default takes three)."""
-    switches: tuple[str, ...] = ()
-    """Of `shapes`, `memory`, `stacks`, `flops`, `modules`."""
+    iterations: int = -1  # In place of the duration, where it is more than 0
+    start_ms: int = 0  # Unix time at which a duration begins; 0 is at once
+    roundup: int = 0  # Iterations begin at a multiple of it; 0 was not given
+    limit: int = 0  # Of processes on a node; 0 takes all (dynolog's own default takes three)
+    switches: tuple[str, ...] = ()  # Of `shapes`, `memory`, `stacks`, `flops`, `modules`
 
     def config(self) -> str:
         """As dynolog hands it to Kineto."""
@@ -510,8 +498,7 @@ class NodeAnswer:
     error: str | None = None
     matched: tuple[int, ...] = ()
     triggered: tuple[int, ...] = ()
-    files: tuple[str, ...] = ()
-    """On that node, or in a folder that it shares."""
+    files: tuple[str, ...] = ()  # On that node, or in a folder that it shares
 
 
 def expand_hosts(text: str) -> list[str]:

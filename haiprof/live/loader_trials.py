@@ -28,8 +28,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.manifest import find_runs
 
 AS_GIVEN = "as given"
-_START_S = 600.0
-"""How long a job may take to its first step."""
+_START_S = 600.0  # How long a job may take to its first step
 _POLL_S = 0.5
 _END_S = 30.0
 _LEAST_STEPS = 40
@@ -43,21 +42,16 @@ _TOLD_CHARS = 300
 class LoaderTrial:
     """One trial."""
 
-    loader: str
-    """`as given`, `kept` (batches cost nothing), or the number of workers."""
-    workers: int | None
-    """What its loaders had, of the one with most; None where none was made."""
+    loader: str  # `as given`, `kept` (batches cost nothing), or the number of workers
+    workers: int | None  # What its loaders had, of the one with most; None where none was made
     persistent: bool = False
     """Whether that one kept its workers from epoch to epoch, as it does with numbers of workers."""
     ranks: int = 0
-    step_count: int = 0
-    """Steps that were measured, of the rank with the longest ones."""
+    step_count: int = 0  # Steps that were measured, of the rank with the longest ones
     steps_per_s: float | None = None
     low: float | None = None
-    high: float | None = None
-    """Where that lies with 95 % certainty, by the steps of this trial."""
-    reason: str | None = None
-    """Why nothing was measured."""
+    high: float | None = None  # Where that lies with 95 % certainty, by the steps of this trial
+    reason: str | None = None  # Why nothing was measured
 
 
 def try_loaders(

@@ -329,8 +329,7 @@ class _Job:
     id: str
     run: str | None
     group: int
-    members: dict[int, int] = field(default_factory=dict)
-    """Start ticks by process."""
+    members: dict[int, int] = field(default_factory=dict)  # Start ticks by process
     most: int = 0
 
 
@@ -433,8 +432,7 @@ RECORDERS = ("host", "gpu", "infiniband", "numa", "filesystem")
 _DAY_S, _COST_S = 86_400.0, 600.0
 _LINES_BYTES = 4 << 20
 """Of what was seen, and of events: the same once more is kept of what was before."""
-_SETTLED_S = 3.0
-"""After so long every source was sampled."""
+_SETTLED_S = 3.0  # After so long every source was sampled
 _SAID = {
     "disk_full": "{reason}: counters are dropped until there is room",
     "disk_again": "there is room again: counters are kept",

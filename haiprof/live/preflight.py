@@ -16,8 +16,7 @@ from haiprof.base.version import PACKAGE
 from haiprof.launch.command import find_program
 
 PROBE = PACKAGE / "in_job" / "preflight_probe.py"
-MARK = "haiprof-preflight: "
-"""As the probe prints it, which is never imported here."""
+MARK = "haiprof-preflight: "  # As the probe prints it, which is never imported here
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 

@@ -33,8 +33,7 @@ from haiprof.run_format.reader import try_read_json
 from haiprof.run_format.secrets import mask_text
 from haiprof.run_format.writer import write_json
 
-ASK_S = 3.0
-"""How long one question may take."""
+ASK_S = 3.0  # How long one question may take
 _POD_LIMIT, _AT_ONCE, _NODE_LIMIT, _STEP_LIMIT = 64, 8, 64, 8
 _ANSWER_BYTES = 4 << 20
 _TEXT_CHARS = 300
@@ -49,11 +48,9 @@ _GOING_ON = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING", "RE
 _SICK = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
 _FIELD = re.compile(r"(?:^|\s)([A-Z][A-Za-z:/]*)=")
 _SINCE = re.compile(r"\[\S*@(\d{1,12})\]$")
-_SLACK_S = 2
-"""Slurm counts in whole seconds."""
+_SLACK_S = 2  # Slurm counts in whole seconds
 
-_Answer = dict[str, Any] | str
-"""What is final, or why there is nothing."""
+_Answer = dict[str, Any] | str  # What is final, or why there is nothing
 
 
 def ask_schedulers(

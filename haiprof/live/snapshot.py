@@ -52,8 +52,7 @@ from haiprof.run_analysis.run_files import RunFiles, integer, objects, open_run
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.writer import write_json
 
-LOOKED_AT = 2
-"""Maximum number of suspects: each is paused for its native stack."""
+LOOKED_AT = 2  # Maximum number of suspects: each is paused for its native stack
 RECENT_NS = 60 * NS_PER_S
 _FRAME_LIMIT = 100
 _GPU_METRICS = (
@@ -70,10 +69,8 @@ class SuspectDetails:
     native: tuple[str, ...] | None
     """Main thread, outermost first, with the frames of C and C++; None where `note` says why."""
     note: str | None
-    gpu: Mapping[str, float]
-    """Latest counters of its GPU; empty where none were recorded."""
-    xids: tuple[int, ...]
-    """Codes of its GPU's XID errors since the run began."""
+    gpu: Mapping[str, float]  # Latest counters of its GPU; empty where none were recorded
+    xids: tuple[int, ...]  # Codes of its GPU's XID errors since the run began
 
 
 def inspect_suspects(
@@ -146,23 +143,16 @@ class Snapshot:
     wall_ns: int
     run: str
     states: tuple[RankState, ...]
-    moves: bool | None
-    """Whether collectives went on between two looks; None where the job has none."""
-    suspended: bool
-    """Whether all ranks are stopped by a signal."""
+    moves: bool | None  # Whether collectives went on between two looks; None where the job has none
+    suspended: bool  # Whether all ranks are stopped by a signal
     suspects: tuple[Suspect, ...]
     mismatches: tuple[Mismatch, ...]
-    threads: Mapping[int, Sequence[Any]]
-    """All threads of each rank, from its answer."""
-    saving: tuple[int, ...]
-    """Ranks that are saving a checkpoint."""
-    details: tuple[SuspectDetails, ...]
-    """Details of the first suspects; `closer` in the JSON."""
-    tree: Node
-    """The main threads' stacks, merged."""
+    threads: Mapping[int, Sequence[Any]]  # All threads of each rank, from its answer
+    saving: tuple[int, ...]  # Ranks that are saving a checkpoint
+    details: tuple[SuspectDetails, ...]  # Details of the first suspects; `closer` in the JSON
+    tree: Node  # The main threads' stacks, merged
     notes: tuple[str, ...]
-    path: str
-    """Its file."""
+    path: str  # Its file
 
     def as_json(self) -> dict[str, Any]:
         """The snapshot as plain JSON values."""

@@ -83,10 +83,8 @@ def other_threads(threads: Sequence[Any]) -> str:
 
 GroupStatus = Mapping[str, Sequence[int]]
 """By process group: sequence numbers of the last collective enqueued, started, completed."""
-STOPPED = ("T", "t")
-"""The kernel's letters for a stopped process."""
-GONE = "X"
-"""A state for a process that is gone."""
+STOPPED = ("T", "t")  # The kernel's letters for a stopped process
+GONE = "X"  # A state for a process that is gone
 _STATE_WORDS = {
     **dict.fromkeys(STOPPED, "its process is stopped by a signal (SIGSTOP, SIGTSTP) or a debugger"),
     GONE: "its process is gone: it was killed",
@@ -105,22 +103,15 @@ class RankState:
     rank: int
     host: str | None
     pid: int | None
-    process_state: str | None
-    """The kernel's letter; None if its node did not report it."""
-    answered: bool = False
-    """Whether its own interpreter answered."""
-    stack: Stack | None = None
-    """Of its main thread."""
-    collectives: GroupStatus = field(default_factory=dict)
-    """At the second look."""
-    before: GroupStatus = field(default_factory=dict)
-    """At the first look."""
-    begun: bool = True
-    """Whether it has reached its first backward pass."""
+    process_state: str | None  # The kernel's letter; None if its node did not report it
+    answered: bool = False  # Whether its own interpreter answered
+    stack: Stack | None = None  # Of its main thread
+    collectives: GroupStatus = field(default_factory=dict)  # At the second look
+    before: GroupStatus = field(default_factory=dict)  # At the first look
+    begun: bool = True  # Whether it has reached its first backward pass
     worker: str = ""
     """What a DataLoader worker does that its main thread waits for; empty where that is not so."""
-    beside: str = ""
-    """What its other threads do; empty without any of the job's own code."""
+    beside: str = ""  # What its other threads do; empty without any of the job's own code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,13 +289,11 @@ def doing(state: RankState) -> str:
 PORT = 28028
 """NCCL's default; each process that uses NCCL 2.24 or newer listens on it, on loopback alone."""
 _ASK_S = 10.0
-_LEG_S = 3
-"""How long RAS may wait for a process that does not answer it."""
+_LEG_S = 3  # How long RAS may wait for a process that does not answer it
 _ANSWER_LIMIT = 16 << 20
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BETWEEN_S = 1.0
-_TAIL_BYTES = 1 << 20
-"""Of a file of NCCL's the last records tell where a rank stands."""
+_TAIL_BYTES = 1 << 20  # Of a file of NCCL's the last records tell where a rank stands
 
 
 Address = tuple[str, int]

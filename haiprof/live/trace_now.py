@@ -16,8 +16,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.control import OVER, TOO_LATE, read_members
 from haiprof.run_format.layout import TRACE_SUFFIX, RunPaths
 
-AHEAD_S = 2.0
-"""Ranks of one node hear of a request within two ticks of its agent."""
+AHEAD_S = 2.0  # Ranks of one node hear of a request within two ticks of its agent
 AHEAD_NODES_S = 10.0
 """On a shared file system another node may see a file some seconds later (NFS: acregmin 3 s)."""
 LEAD_STEPS = 6
@@ -38,14 +37,10 @@ class RankTrace:
 
     rank: int
     host: str | None
-    state: str
-    """`done`, `refused`, `failed`, or `silent`."""
-    reason: str | None
-    """Why not, or why it is shorter than asked for."""
-    steps: tuple[int, int] | None
-    """The first step, and the one after the last."""
-    stall_ns: int | None
-    """How long the rank's training was stalled by it."""
+    state: str  # `done`, `refused`, `failed`, or `silent`
+    reason: str | None  # Why not, or why it is shorter than asked for
+    steps: tuple[int, int] | None  # The first step, and the one after the last
+    stall_ns: int | None  # How long the rank's training was stalled by it
     path: str | None
     """The trace; None where there is none, or it is not written yet. `HOST:PATH` on a node that
     does not share the run directory, where it may still be being compressed."""
@@ -60,8 +55,7 @@ class TraceNow:
     ranks: tuple[RankTrace, ...]
     counted_alike: bool = True
     """Whether all ranks count steps from the same one: not if the hook was injected later."""
-    notes: tuple[str, ...] = ()
-    """Notes on ranks of the job that could not be asked."""
+    notes: tuple[str, ...] = ()  # Notes on ranks of the job that could not be asked
 
     @property
     def done(self) -> tuple[RankTrace, ...]:

@@ -297,8 +297,7 @@ def _without_steps(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 MIN_PATTERN_LENGTH = 3
-TOP_K = 5
-"""HTA's defaults for get_frequent_cuda_kernel_sequences."""
+TOP_K = 5  # HTA's defaults for get_frequent_cuda_kernel_sequences
 
 
 def kernel_sequences(

@@ -459,17 +459,13 @@ class CriticalPath:
     end_ns: int
     host_end_ns: int
     """Where the window ends on the host; before `end_ns` where the GPU was still working."""
-    window: str
-    """The requested window, in words."""
+    window: str  # The requested window, in words
     confidence: str
     """`recorded`: every dependency on the path is in the trace; `assumed`: some are inferred, or
     part of the path is unexplained."""
-    dependency_count: int
-    """Changes between threads and streams on the path."""
-    assumed_count: int
-    """Those of them that were inferred."""
-    caveats: tuple[str, ...]
-    """Caveats for readers of the numbers."""
+    dependency_count: int  # Changes between threads and streams on the path
+    assumed_count: int  # Those of them that were inferred
+    caveats: tuple[str, ...]  # Caveats for readers of the numbers
     rows: pl.DataFrame
 
     @property

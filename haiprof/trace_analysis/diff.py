@@ -202,13 +202,11 @@ class StepTime:
 
     control_ns: float
     test_ns: float
-    control_step_count: int
-    """0 where the whole trace is one window."""
+    control_step_count: int  # 0 where the whole trace is one window
     test_step_count: int
     slower_probability: float
     """That a step of the test takes longer than one of the control; a tie counts half."""
-    p_value: float | None
-    """Two-sided Mann-Whitney U test over steps."""
+    p_value: float | None  # Two-sided Mann-Whitney U test over steps
     no_p_value_reason: str | None
 
     @property
@@ -226,22 +224,19 @@ class StepTime:
 class TraceDiff:
     """Control against test."""
 
-    names: pl.DataFrame
-    """See `compare_traces`."""
+    names: pl.DataFrame  # See `compare_traces`
     steps: pl.DataFrame
     """One row per step: `control_step`, `test_step`, `control_ns`, `test_ns`, `difference_ns`;
     steps of the same number side by side if there are any, else the first beside the first."""
     step_time: StepTime
-    notes: tuple[str, ...]
-    """Notes for people."""
+    notes: tuple[str, ...]  # Notes for people
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Whether the test is slower, for a person or a continuous integration job."""
 
-    is_slower: bool | None
-    """None where it cannot be decided: too few steps for a significance test."""
+    is_slower: bool | None  # None where it cannot be decided: too few steps for a significance test
     text: str
 
 

@@ -397,12 +397,9 @@ class Patterns:
     functions: pl.DataFrame
     """`rank`, `worker.FUNCTIONS_SCHEMA`, and of communication `wait_ns`, `transfer_ns` and
     `missing`, the reason why these and its bandwidth are null."""
-    totals: pl.DataFrame
-    """One row per rank: columns of `WorkerPattern.totals`."""
-    lateness: pl.DataFrame
-    """From `arrival_lateness`: who begins collectives later than the others."""
-    who_is_late: str
-    """The same in words, or why it is not known."""
+    totals: pl.DataFrame  # One row per rank: columns of `WorkerPattern.totals`
+    lateness: pl.DataFrame  # From `arrival_lateness`: who begins collectives later than the others
+    who_is_late: str  # The same in words, or why it is not known
     moved_clocks: tuple[int, ...]
     """Ranks whose clock was corrected although the trace names no host: a link that is slow in
     every collective would look the same."""
@@ -554,8 +551,7 @@ plain Arrow: `file`; `functions`, without the two ratios that follow from it; `t
 SIZE_LIMIT_BYTES = 30_000  # Source: EROICA (arXiv 2506.08528), some 30 KB per worker of 3 GB
 _TEXT_LIMIT_BYTES = 64 << 20
 _LEVEL = 6
-_SHRINK = 0.97
-"""Of the rows that may fit: bytes do not shrink quite as rows do. Own choice."""
+_SHRINK = 0.97  # Of the rows that may fit: bytes do not shrink quite as rows do. Own choice.
 _DERIVED = ("share_ratio", "bottleneck_ratio")
 _STORED = {name: kind for name, kind in FUNCTIONS_SCHEMA.items() if name not in _DERIVED}
 

@@ -24,8 +24,7 @@ from haiprof.trace_format.kineto.rank_trace import Trace
 from haiprof.trace_format.kineto.text import TraceText
 
 RUNTIME_CUTOFF_NS = 50_000
-LAUNCH_DELAY_CUTOFF_NS = 100_000
-"""HTA's defaults for get_cuda_kernel_launch_stats."""
+LAUNCH_DELAY_CUTOFF_NS = 100_000  # HTA's defaults for get_cuda_kernel_launch_stats
 
 
 def with_call(gpu: pl.DataFrame, runtime: pl.DataFrame) -> pl.DataFrame:

@@ -141,20 +141,16 @@ _HOUR_NS = 3_600_000_000_000
 class MergeOptions:
     """Options of a merged trace."""
 
-    ranks: frozenset[int] | None = None
-    """Only these; None takes all."""
+    ranks: frozenset[int] | None = None  # Only these; None takes all
     steps: tuple[int, int] | None = None
     """First profiler step and the one after the last; None takes everything."""
     window: int | None = None
     """Which window of the run, by start, from 0; None takes the last whole one."""
     by_collectives: bool = True
     """Whether clocks are compared by collectives; else wall clocks are taken as they are."""
-    counters: bool = True
-    """Of a run directory."""
-    phases: bool = True
-    """Of a run directory."""
-    force: bool = False
-    """Whether a file that is there is replaced."""
+    counters: bool = True  # Of a run directory
+    phases: bool = True  # Of a run directory
+    force: bool = False  # Whether a file that is there is replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

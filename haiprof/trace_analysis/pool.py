@@ -242,19 +242,14 @@ _HINT = "--cluster slurm, or --cluster slurm:jobs=4,partition=cpu,time=00:30:00,
 class SlurmOptions:
     """What Slurm is asked for: one job per worker, one core each."""
 
-    jobs: int = 4
-    """How many workers; never more than there are traces, or ranks of a run."""
-    partition: str | None = None
-    """None takes Slurm's default."""
+    jobs: int = 4  # How many workers; never more than there are traces, or ranks of a run
+    partition: str | None = None  # None takes Slurm's default
     account: str | None = None
-    time: str = "00:30:00"
-    """Limit of each job, as `sbatch --time` takes it."""
-    memory: str = "4GB"
-    """Of each job; a worker that needs more is stopped."""
+    time: str = "00:30:00"  # Limit of each job, as `sbatch --time` takes it
+    memory: str = "4GB"  # Of each job; a worker that needs more is stopped
     log: str | None = None
     """Existing folder for the jobs' output, seen by all nodes; None writes none."""
-    wait: int = 600
-    """Seconds until the first job must run."""
+    wait: int = 600  # Seconds until the first job must run
 
     @classmethod
     def parse_options(cls, text: str) -> SlurmOptions:

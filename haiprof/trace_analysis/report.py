@@ -42,16 +42,14 @@ class TraceReport:
 
     path: Path
     ranks: tuple[int, ...]
-    steps: Steps
-    """First profiler step and the one after the last; None: all that was recorded."""
+    steps: Steps  # First profiler step and the one after the last; None: all that was recorded
     tables: Mapping[str, pl.DataFrame]
     """By name, in the order of `SECTIONS`; columns as the methods of `TraceAnalysis` have them."""
     missing: Mapping[str, str]
     """By table, or by table and rank (`queue, rank 3`): why it is not there."""
     notes: tuple[str, ...]
     """Notes on what could not be read of the files, and what was not recorded in them."""
-    reduced: bool = False
-    """Whether it was made from summaries, without traces."""
+    reduced: bool = False  # Whether it was made from summaries, without traces
 
     def as_json(self) -> dict[str, Any]:
         """Plain data with stable keys; a table is a list of rows."""

@@ -29,8 +29,7 @@ _STEP = "ProfilerStep#"
 GPU_COLLECTIVES = tuple(f"{name}:" for name in GPU_BACKEND_NAMES)
 _COLLECTIVES = (*GPU_COLLECTIVES, "gloo:")
 _LOADER = ("enumerate(DataLoader)#", "enumerate(DataPipe)#")
-_IDS = (int, str, type(None))
-"""What can tell processes and launches apart."""
+_IDS = (int, str, type(None))  # What can tell processes and launches apart
 _MAX_DEVICES = 64  # torch_tb_profiler.consts.MAX_GPU_PER_NODE
 _STACK_FRAMES = 64
 _NS_PER_US = 1000
@@ -56,10 +55,8 @@ class Normal:
     """A trace in the form that torch-tb-profiler was written for."""
 
     trace: dict[str, Any]
-    origin_ns: int
-    """Subtracted from every timestamp."""
-    collectives: frozenset[str]
-    """Names of annotations that are collectives."""
+    origin_ns: int  # Subtracted from every timestamp
+    collectives: frozenset[str]  # Names of annotations that are collectives
 
 
 def normalise_trace(trace: dict[str, Any]) -> Normal:

@@ -30,8 +30,7 @@ from haiprof.run_format.writer import write_json
 
 LAST_GOOD, MEDIAN = "last-good", "median"
 _NAMED = 3
-_MEDIAN_OF = 100
-"""So many of the newest earlier runs are looked at."""
+_MEDIAN_OF = 100  # So many of the newest earlier runs are looked at
 Found = TypeVar("Found")
 
 
@@ -39,10 +38,8 @@ Found = TypeVar("Found")
 class ComparedRun:
     """What is compared of one run; its ledger is read when it is asked for."""
 
-    manifest: Manifest | None
-    """None where run.json is damaged."""
-    inputs: RuleInputs
-    """Judged steps, as of the verdict, and what was recorded beside them."""
+    manifest: Manifest | None  # None where run.json is damaged
+    inputs: RuleInputs  # Judged steps, as of the verdict, and what was recorded beside them
 
     @property
     def analyzer(self) -> RunFrames:
@@ -99,8 +96,7 @@ class EarlierRun:
 
     path: str
     start_wall_ns: int
-    step_ns: float
-    """The mean step, as in its verdict."""
+    step_ns: float  # The mean step, as in its verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +106,7 @@ class Baseline:
     side: ComparedRun
     why: str
     """For people: what it was chosen of, and what was passed over; empty where it was named."""
-    of: tuple[EarlierRun, ...] = ()
-    """Runs that it is the median of, oldest first."""
+    of: tuple[EarlierRun, ...] = ()  # Runs that it is the median of, oldest first
 
 
 def baseline_named(name: str, side: ComparedRun) -> Baseline:
@@ -268,11 +263,9 @@ _OPEN = ("package", "variable", "option")
 class Differs:
     """One thing that is not the same in both runs."""
 
-    kind: str
-    """`command`, `code`, `package`, `version`, `variable`, `machine`, `ranks` or `option`."""
+    kind: str  # `command`, `code`, `package`, `version`, `variable`, `machine`, `ranks` or `option`
     name: str
-    before: Any
-    """None where the run has none."""
+    before: Any  # None where the run has none
     after: Any
 
 

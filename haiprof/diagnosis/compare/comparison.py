@@ -41,20 +41,17 @@ COMPARE_MAX_RANKS = 32
 class StepChange:
     """The mean step of two runs; the interval holds the true ratio in 99 of 100 cases."""
 
-    before_ns: float
-    """Mean over judged steps and ranks, with all that lies between steps."""
+    before_ns: float  # Mean over judged steps and ranks, with all that lies between steps
     after_ns: float
     before_median_ns: float
     after_median_ns: float
     before_step_count: int
     after_step_count: int
-    ratio: float
-    """After by before: 1.1 is 10 % slower."""
+    ratio: float  # After by before: 1.1 is 10 % slower
     low_ratio: float | None = None
     high_ratio: float | None = None
     p_value: float | None = None
-    unknown: str = ""
-    """Why there is no interval; empty where there is."""
+    unknown: str = ""  # Why there is no interval; empty where there is
 
     @property
     def difference_ns(self) -> float:
@@ -84,16 +81,13 @@ class StepChange:
 class Change:
     """One part of the mean step in both runs, in ns per step."""
 
-    title: str
-    """For people."""
+    title: str  # For people
     before_ns: float
     after_ns: float
-    low_ns: float
-    """Of the difference, as `high_ns`: it holds the true one in 99 of 100 cases."""
+    low_ns: float  # Of the difference, as `high_ns`: it holds the true one in 99 of 100 cases
     high_ns: float
     p_value: float
-    adjusted_p_value: float | None = None
-    """For all parts together (Benjamini and Hochberg)."""
+    adjusted_p_value: float | None = None  # For all parts together (Benjamini and Hochberg)
 
     @property
     def difference_ns(self) -> float:
@@ -111,10 +105,8 @@ class Change:
 class PositionChange(Change):
     """A position of the step, exact by its spans; those of the host add up to the mean step."""
 
-    name: str
-    """Of POSITIONS, without collections, which are one more; on a device, of STEP_PHASES."""
-    clock: str
-    """`host` or `device`."""
+    name: str  # Of POSITIONS, without collections, which are one more; on a device, of STEP_PHASES
+    clock: str  # `host` or `device`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,8 +228,7 @@ class CounterChange:
     unit: str
     before: float
     after: float
-    low: float
-    """Of the difference, as `high`."""
+    low: float  # Of the difference, as `high`
     high: float
     p_value: float
     adjusted_p_value: float | None = None
@@ -257,8 +248,7 @@ class Load:
     core_count: float | None
     wait_ratio: float | None
     """Share of time in which a rank's main thread waited for a core; mean over ranks."""
-    main_cores: float | None
-    """Cores that a rank's own process used; mean over ranks."""
+    main_cores: float | None  # Cores that a rank's own process used; mean over ranks
 
     @property
     def other_ratio(self) -> float | None:
@@ -330,14 +320,12 @@ class AccountChange(Change):
     position: str
     activity: str
     package: str | None
-    file: str | None
-    """Its name, without folders."""
+    file: str | None  # Its name, without folders
     function: str | None
     before_line: int | None
     after_line: int | None
     callees: tuple[str, ...]
-    when: str
-    """When it is paid: `each step`, `every 20th step, 131 ms`, `since step 512`."""
+    when: str  # When it is paid: `each step`, `every 20th step, 131 ms`, `since step 512`
     gain_ns: float
     """What the ledger of the run before promised without it; 0 where it is no opportunity."""
     gain_low_ns: float
@@ -349,18 +337,14 @@ class Promise:
     """The gain that the run before promised for what the new one has less of, and what came."""
 
     accounts: tuple[AccountChange, ...]
-    promised_ns: float
-    """Of an account that is smaller: its gain, by the share of it that is gone."""
+    promised_ns: float  # Of an account that is smaller: its gain, by the share of it that is gone
     low_ns: float
     high_ns: float
-    came_ns: float
-    """By how much the mean step is shorter."""
+    came_ns: float  # By how much the mean step is shorter
     came_low_ns: float
     came_high_ns: float
-    others_more_ns: float
-    """By how much other accounts are larger, of those whose change is certain."""
-    others_less_ns: float
-    """By how much such are smaller."""
+    others_more_ns: float  # By how much other accounts are larger, of those whose change is certain
+    others_less_ns: float  # By how much such are smaller
 
     @property
     def others_ns(self) -> float:
@@ -555,21 +539,15 @@ class Comparison:
     change: StepChange
     positions: tuple[PositionChange, ...]
     accounts: tuple[AccountChange, ...]
-    no_accounts: str
-    """Why they could not be compared."""
-    promise: Promise | None
-    """What the baseline's verdict promised for what is gone, and what came."""
-    ranks: tuple[RankChange, ...]
-    """Ranks that changed unlike the others."""
+    no_accounts: str  # Why they could not be compared
+    promise: Promise | None  # What the baseline's verdict promised for what is gone, and what came
+    ranks: tuple[RankChange, ...]  # Ranks that changed unlike the others
     counters: tuple[CounterChange, ...]
     loads: tuple[Load, Load]
     differs: tuple[Differs, ...]
-    kernels: TraceDiff | None
-    """Traces against each other, where both runs have some."""
-    no_kernels: str
-    """Why there are none."""
-    unknown: tuple[str, ...]
-    """What could not be compared."""
+    kernels: TraceDiff | None  # Traces against each other, where both runs have some
+    no_kernels: str  # Why there are none
+    unknown: tuple[str, ...]  # What could not be compared
 
     @property
     def unjudged(self) -> str:

@@ -33,18 +33,14 @@ LOADER_NAME = r"^enumerate\(DataLoader\)"
 class Change:
     """One thing made faster; made by the functions below."""
 
-    kind: str
-    """`kernel`, `operator`, `launches`, `loader`, `network`, `collective` or `rank`."""
+    kind: str  # `kernel`, `operator`, `launches`, `loader`, `network`, `collective` or `rank`
     name: str = ""
     """Regular expression that names of kernels, operators or collectives must contain."""
-    speedup: float = math.inf
-    """How many times as fast; infinite: it takes no time."""
+    speedup: float = math.inf  # How many times as fast; infinite: it takes no time
     rank: int | None = None
     """Which rank becomes as fast as the others; None with kind `rank` evens out all of them."""
-    shown: str = ""
-    """Shown in place of the expression."""
-    parts: tuple[Change, ...] = ()
-    """Of kind `together`: all of them at once."""
+    shown: str = ""  # Shown in place of the expression
+    parts: tuple[Change, ...] = ()  # Of kind `together`: all of them at once
 
     def __post_init__(self) -> None:
         """Checks what was asked for."""
