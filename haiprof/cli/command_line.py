@@ -86,8 +86,7 @@ class Parameter:
 
     name: str
     declared: Opt | Arg
-    kind: Any
-    """Type of one value."""
+    kind: Any  # Type of one value
     several: bool
     is_required: bool
 
@@ -248,8 +247,7 @@ def _no_option(command: str, name: str, known: Sequence[str]) -> UsageError:
     return UsageError(f"{command}: no option {name!r}", hint=hint)
 
 
-_REMARK = re.compile(r"(?<=\S) {2,}")
-"""What stands between an example and its remark."""
+_REMARK = re.compile(r"(?<=\S) {2,}")  # What stands between an example and its remark
 _LEAST_ROOM = 30
 """Columns that an explanation needs beside what it explains; with fewer it goes below."""
 _LEFT_LIMIT = 28

@@ -153,8 +153,7 @@ def parse_runs(runs: list[Path], baseline: str | None) -> tuple[str, Path | None
     )
 
 
-SLOWER = 10
-"""Exit status of `--fail-if-slower`, which no error of haiprof has."""
+SLOWER = 10  # Exit status of `--fail-if-slower`, which no error of haiprof has
 
 _LEAST_PERCENT = 1.0
 """A smaller number without % is more likely a ratio: no comparison resolves so little."""

@@ -13,12 +13,9 @@ from haiprof.base.version import PACKAGE
 class Command(NamedTuple):
     """One command."""
 
-    words: str
-    """How it is spelled: `verdict`, `trace critical-path`, `export --to chakra`."""
-    usage: str
-    """What it takes, in short."""
-    text: str
-    """What it shows, in one line."""
+    words: str  # How it is spelled: `verdict`, `trace critical-path`, `export --to chakra`
+    usage: str  # What it takes, in short
+    text: str  # What it shows, in one line
     function: str = ""
     """Its module in this package and after a colon its function, where they have other names."""
 
@@ -100,8 +97,7 @@ COMMANDS = {name: Command(*told) for name, told in {
 }.items()}  # fmt: skip
 """By the name of the last release, which still works; code uses these names, too."""
 
-TABLES = ("csv", "parquet", "prometheus", "otlp-json")
-"""What `export --to` writes itself."""
+TABLES = ("csv", "parquet", "prometheus", "otlp-json")  # What `export --to` writes itself
 WRITE_NO_FILE = {
     "export --to tensorboard": "it serves until Ctrl-C; haiprof export --to scalars writes files "
                                "for TensorBoard into the run",
@@ -130,11 +126,9 @@ GROUPS = {
 }  # fmt: skip
 """The commands by what one wants to do, as `haiprof --help-all` lists them."""
 
-OTHER_NAMES = ("diagnose", "ps")
-"""Of a command that is in a group."""
+OTHER_NAMES = ("diagnose", "ps")  # Of a command that is in a group
 _BY_WORDS = {command.words: name for name, command in reversed(COMMANDS.items())}
-GROUP_NAMES = ("trace",)
-"""First words that are no command by themselves."""
+GROUP_NAMES = ("trace",)  # First words that are no command by themselves
 FIRST_WORDS = tuple(dict.fromkeys([*(c.words.split()[0] for c in COMMANDS.values()),
                                    "help", "completion"]))  # fmt: skip
 """What the first word of a command line can be, apart from a program or an old name."""

@@ -37,12 +37,9 @@ View = Callable[[int], RenderableType]
 class Output:
     """Where a command's result and its hints go."""
 
-    json: bool = False
-    """Data as JSON to stdout, and nothing else there."""
-    markdown: bool = False
-    """Markdown to stdout: a result's own, or its view as it is in a pipe."""
-    quiet: bool = False
-    """Neither view nor hints."""
+    json: bool = False  # Data as JSON to stdout, and nothing else there
+    markdown: bool = False  # Markdown to stdout: a result's own, or its view as it is in a pipe
+    quiet: bool = False  # Neither view nor hints
 
     def show(self, view: View, data: object, markdown: Callable[[], str] | None = None) -> None:
         """Shows one result as a view, as JSON, or as Markdown: its own, else the view as text."""

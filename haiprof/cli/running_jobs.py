@@ -86,8 +86,7 @@ _LONGEST_BYTES = 64
 _ESCAPE = b"\x1b"
 _SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.)", re.DOTALL)
 """What a key of several bytes sends (ECMA-48: CSI; SS3)."""
-_SEQUENCE_S = 0.05
-"""Bytes of one key come closer together than this, also through ssh."""
+_SEQUENCE_S = 0.05  # Bytes of one key come closer together than this, also through ssh
 
 
 class Keys:

@@ -166,8 +166,7 @@ _ON_JOBS = frozenset({"ps", "top", "attach", "snapshot", "trace-now"})
 _WRITE_INTO_RUN = frozenset({"report", "merge", "scalars"})
 """Commands that write into the run directory, where no other file is named."""
 _TAKE_ADDRESSES = frozenset({"put", "fetch", "submit", "try-loader", "preflight"})
-_OF_OTHERS = ("--cluster", "--endpoint")
-"""Options whose addresses are not of runs."""
+_OF_OTHERS = ("--cluster", "--endpoint")  # Options whose addresses are not of runs
 
 
 @contextlib.contextmanager

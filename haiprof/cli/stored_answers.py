@@ -34,11 +34,9 @@ class Question:
     """One command line on a run that has ended."""
 
     run: RunPaths
-    name: str
-    """Of the kept answer: everything that the output depends on but the run."""
+    name: str  # Of the kept answer: everything that the output depends on but the run
     fingerprint: str
-    saves: bool
-    """Whether the command does more than print."""
+    saves: bool  # Whether the command does more than print
 
     def load(self) -> dict[str, Any] | None:
         """The output of the same command before, by stream; None where it must be made."""

@@ -56,18 +56,15 @@ _NOTE_LIMIT = 4
 _BRIEF_EVIDENCE = 3
 _BRIEF_OTHERS = 2
 _MORE = "haiprof verdict with --all"
-_SHOWN_RATIO = 0.002
-"""Positions with less of a step are left out of the brief card."""
-_INSIDE = 6
-"""Columns of the card beside its content: its border and its padding."""
+_SHOWN_RATIO = 0.002  # Positions with less of a step are left out of the brief card
+_INSIDE = 6  # Columns of the card beside its content: its border and its padding
 _AROUND_COMMAND = 16
 """Columns of the card beside the next command: its border, its margins and the label."""
 _EVENT_NAMES = {"gc": "garbage collections", "save": "checkpoint saves"}
 _DEVICE, _NO_GPU = "device time", "the ranks used no GPU"  # as `diagnosis.run_notes` has them
 _NEVER = ("one rank", "torch.compile was not used")
 _GPU_RULES = ("slow_kernels", "slow_link")
-_HUNG = ("hang", "deadlock", "mismatch")
-"""Deaths that the headline tells, and the hang with them."""
+_HUNG = ("hang", "deadlock", "mismatch")  # Deaths that the headline tells, and the hang with them
 _SEVERITY_STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 
 

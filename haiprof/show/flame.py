@@ -32,12 +32,9 @@ class RunFlames:
 
     run: str
     graph: FlameGraph
-    lines: PageTable
-    """The run's own lines by their time."""
-    missing: str
-    """Why there is none; empty where there is."""
-    notes: tuple[str, ...]
-    """What was damaged or left out."""
+    lines: PageTable  # The run's own lines by their time
+    missing: str  # Why there is none; empty where there is
+    notes: tuple[str, ...]  # What was damaged or left out
 
     @property
     def basis(self) -> str:

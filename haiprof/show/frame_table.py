@@ -21,8 +21,7 @@ _UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("byt
 
 _SHARE = re.compile(r"(?:_share)?_ratio$")
 _UNIT_SUFFIX = re.compile(r"_(?:ns|bytes|bytes_per_s|ratio)$")
-Columns = Sequence[tuple[str, str]]
-"""Column of the frame and its heading."""
+Columns = Sequence[tuple[str, str]]  # Column of the frame and its heading
 
 
 def heads(*plain: str, **named: str) -> tuple[tuple[str, str], ...]:
@@ -117,13 +116,10 @@ class PageTable:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     _: KW_ONLY
-    left: Collection[str] = ()
-    """Heads of columns that are aligned to the left."""
-    more: int = 0
-    """Rows that are left out."""
+    left: Collection[str] = ()  # Heads of columns that are aligned to the left
+    more: int = 0  # Rows that are left out
     note: str = ""
-    faint: Collection[int] = ()
-    """Rows that are shown faintly, as they claim nothing."""
+    faint: Collection[int] = ()  # Rows that are shown faintly, as they claim nothing
 
     @property
     def columns(self) -> tuple[int, ...]:

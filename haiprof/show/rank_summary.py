@@ -35,8 +35,7 @@ class PhaseStat:
     median_ns: float | None
     p95_ns: float | None
     max_ns: float | None
-    share_ratio: float | None
-    """Of the mean step, as in the split."""
+    share_ratio: float | None  # Of the mean step, as in the split
     device_median_ns: float | None
 
 
@@ -49,8 +48,7 @@ class SlowStep:
     step_ns: int
     over_median_ratio: float
     split_ns: Mapping[str, float | None]
-    longest_excess: str | None
-    """The phase that exceeds its own median most."""
+    longest_excess: str | None  # The phase that exceeds its own median most
     longest_excess_ns: float | None
 
 
@@ -75,26 +73,21 @@ class OneRankSummary:
     rank: int
     attempt: int
     other_attempts: tuple[int, ...]
-    about: Mapping[str, Any]
-    """The rank's row of `Analyzer.ranks()`."""
+    about: Mapping[str, Any]  # The rank's row of `Analyzer.ranks()`
     step_count: int
     mean_step_ns: float | None
     """Of the steps that the verdict judges, with what is paid between them; so is the split."""
-    median_step_ns: float | None
-    """Of the same steps, without that."""
+    median_step_ns: float | None  # Of the same steps, without that
     split_ns: Mapping[str, float | None]
-    boundary: str | None
-    """The most frequent kind of step boundary."""
-    confidence: float | None
-    """Mean confidence in the boundaries of steps."""
+    boundary: str | None  # The most frequent kind of step boundary
+    confidence: float | None  # Mean confidence in the boundaries of steps
     skipped_step_count: int
     phases: tuple[PhaseStat, ...]
     positions: tuple[PhaseStat, ...]
     """The same time as the verdict divides it: `input`, `prepare`, `forward`, `loss`, ..."""
     slowest: tuple[SlowStep, ...]
     events: tuple[EventStat, ...]
-    settings: RankSettings | None
-    """What it was run with; None where that was not recorded."""
+    settings: RankSettings | None  # What it was run with; None where that was not recorded
     phase_series: tuple[Series, ...]
     counter_series: tuple[Series, ...]
     missing: Mapping[str, str]

@@ -29,10 +29,8 @@ class RunHeader:
     name: str
     path: str
     command: tuple[str, ...]
-    host: str
-    """Host of the launcher."""
-    start_wall_ns: int | None
-    """Unix time of the start; None where run.json is damaged."""
+    host: str  # Host of the launcher
+    start_wall_ns: int | None  # Unix time of the start; None where run.json is damaged
     duration_ns: int | None
     """From start to end, or until now while it runs; None where the end is not known."""
     state: str

@@ -44,8 +44,7 @@ class RunEntry:
     """One run of the list."""
 
     name: str
-    user: str | None
-    """Whose it is; None for one's own."""
+    user: str | None  # Whose it is; None for one's own
     path: str
     start_wall_ns: int | None
     duration_ns: int | None
@@ -63,8 +62,7 @@ class RunEntry:
     """The rank that it began with; None where it is not known, or were several."""
     slowed_by: str | None = None
     """The first problem of its verdict: `evaluation heavy, 41 %`; None without one."""
-    problem: str | None = None
-    """Why something of it cannot be read."""
+    problem: str | None = None  # Why something of it cannot be read
     is_counted: bool = False
     """Whether its ranks' files were read; where not, `step_count` and `died_of` are None."""
 

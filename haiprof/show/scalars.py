@@ -38,20 +38,16 @@ class Point:
     """Scalars of one rank at one time."""
 
     rank: int
-    wall_ns: int
-    """Unix time: a step's start, or when a counter was sampled."""
-    step: int
-    """Steps of the rank so far, through restarts."""
-    values: Mapping[str, float]
-    """Value by scalar."""
+    wall_ns: int  # Unix time: a step's start, or when a counter was sampled
+    step: int  # Steps of the rank so far, through restarts
+    values: Mapping[str, float]  # Value by scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """How far the points of each rank have been taken, so that none is taken twice."""
 
-    step_count: Mapping[int, int] = field(default_factory=dict)
-    """Steps looked at, by rank."""
+    step_count: Mapping[int, int] = field(default_factory=dict)  # Steps looked at, by rank
     drawn_ns: Mapping[int, int] = field(default_factory=dict)
     """Start of the last step taken, by rank."""
     sample_ns: Mapping[tuple[int, str], int] = field(default_factory=dict)
@@ -135,8 +131,7 @@ class Written:
 
     path: str
     ranks: tuple[int, ...]
-    point_count: int
-    """Points in time, each with one or more scalars."""
+    point_count: int  # Points in time, each with one or more scalars
 
     @property
     def line(self) -> str:

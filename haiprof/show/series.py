@@ -36,18 +36,12 @@ class TimeRange:
 class Series:
     """One line of a time picture."""
 
-    title: str
-    """What is shown, such as `step time`."""
-    label: str
-    """The series' label, such as `rank 0`."""
-    unit: str
-    """Base unit of the values."""
-    mean: float | None
-    """Of all samples, not of buckets."""
-    max: float | None
-    """Of all samples."""
-    values: tuple[float | None, ...]
-    """Mean per bucket; None where no sample fell."""
+    title: str  # What is shown, such as `step time`
+    label: str  # The series' label, such as `rank 0`
+    unit: str  # Base unit of the values
+    mean: float | None  # Of all samples, not of buckets
+    max: float | None  # Of all samples
+    values: tuple[float | None, ...]  # Mean per bucket; None where no sample fell
 
 
 def time_range(steps: pl.DataFrame, sampled: tuple[int, int] | None) -> TimeRange | None:

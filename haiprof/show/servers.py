@@ -49,8 +49,7 @@ class Access:
     """The cookie's name; browsers send cookies to all ports of an address, so it names the port."""
     token: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     """Sent once in the address and then as a cookie."""
-    is_open: bool = False
-    """Whether no token is wanted, as the kernel says whose connection it is."""
+    is_open: bool = False  # Whether no token is wanted, as the kernel says whose connection it is
 
     def answer(self, host: str, query: str, cookies: str) -> Answer | None:
         """What a request gets in place of a page: a refusal, or the cookie for the token.
@@ -120,8 +119,7 @@ _POLICY = (
 class Serving:
     """What is being served."""
 
-    url: str
-    """With the token that opens it."""
+    url: str  # With the token that opens it
     port: int
 
 

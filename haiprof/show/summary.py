@@ -75,8 +75,7 @@ def phase_split(settled: pl.DataFrame, *, clock: str = "host") -> dict[str, floa
 
 PROCESS, HOST, GPU = "process", "host", "gpu"
 
-_OfRanks = dict[tuple[str, int | None], dict[str, MetricStat]]
-"""Metrics by source and rank."""
+_OfRanks = dict[tuple[str, int | None], dict[str, MetricStat]]  # Metrics by source and rank
 
 _HIGHEST = ("memory_rss_bytes", "memory_used_bytes", "memory_total_bytes", "cpu_count")
 """Metrics of which the highest value is shown; of others the mean."""
@@ -183,20 +182,15 @@ class RankSummary:
     step_count: int
     mean_step_ns: float | None
     """Of the steps that the verdict judges, with what is paid between them."""
-    median_step_ns: float | None
-    """Of the same steps, without that."""
-    split_ns: Split
-    """Host time of the mean step by phase; None for a phase never seen."""
-    device_split_ns: Split | None
-    """The same on the device's clock; None without a device."""
+    median_step_ns: float | None  # Of the same steps, without that
+    split_ns: Split  # Host time of the mean step by phase; None for a phase never seen
+    device_split_ns: Split | None  # The same on the device's clock; None without a device
     cpu_cores: float | None
-    memory_rss_bytes: float | None
-    """Highest."""
+    memory_rss_bytes: float | None  # Highest
     read_bytes_per_s: float | None
     write_bytes_per_s: float | None
     gpu_utilization_ratio: float | None
-    gpu_memory_used_bytes: float | None
-    """Highest."""
+    gpu_memory_used_bytes: float | None  # Highest
     gpu_power_watts: float | None
     notes: tuple[str, ...]
 
@@ -208,8 +202,7 @@ class NodeSummary:
     host: str | None
     cpu_count: float | None
     cpu_utilization_ratio: float | None
-    memory_used_bytes: float | None
-    """Maximum: total minus the lowest available."""
+    memory_used_bytes: float | None  # Maximum: total minus the lowest available
     memory_total_bytes: float | None
     disk_read_bytes_per_s: float | None
     disk_write_bytes_per_s: float | None
@@ -225,8 +218,7 @@ class GpuSummary:
     gpu: int | None
     rank: int | None
     utilization_ratio: float | None
-    memory_used_bytes: float | None
-    """Highest."""
+    memory_used_bytes: float | None  # Highest
     memory_total_bytes: float | None
     power_watts: float | None
 
@@ -243,16 +235,12 @@ class OverviewSummary:
     ranks: tuple[RankSummary, ...]
     nodes: tuple[NodeSummary, ...]
     gpus: tuple[GpuSummary, ...]
-    missing: Mapping[str, str]
-    """Reason by source that has no sample."""
+    missing: Mapping[str, str]  # Reason by source that has no sample
     series: tuple[Series, ...]
-    work: StepWork | None
-    """FLOPs and MFU of the mean step, where shapes were traced."""
-    traces: tuple[str, ...]
-    """Traced windows, and why others were not."""
+    work: StepWork | None  # FLOPs and MFU of the mean step, where shapes were traced
+    traces: tuple[str, ...]  # Traced windows, and why others were not
     reactions: tuple[str, ...]
-    nccl: NcclReport | None
-    """What NCCL itself wrote of the ranks' collectives."""
+    nccl: NcclReport | None  # What NCCL itself wrote of the ranks' collectives
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:

@@ -25,8 +25,7 @@ _TEXTS = {
     "ns": units.duration_text, "bytes": units.bytes_text, "bytes/s": units.rate_text,
     "bytes_per_s": units.rate_text, "ratio": units.ratio_text, "prefix": prefix_text,
 }  # fmt: skip
-_LINE = 2000
-"""Maximum number of characters on one line of a terminal."""
+_LINE = 2000  # Maximum number of characters on one line of a terminal
 _SYMBOLS = {"watts": "W", "count": "", "celsius": "°C", "hz": "Hz", "times": "x"}
 
 

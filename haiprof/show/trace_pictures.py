@@ -24,13 +24,10 @@ class TracePicture:
     """One question about traces, answered."""
 
     title: str
-    frame: pl.DataFrame
-    """The answer as numbers."""
+    frame: pl.DataFrame  # The answer as numbers
     figure: go.Figure
-    columns: tuple[str, ...]
-    """Those of the frame that a terminal has room for."""
-    says: str = ""
-    """What to see in it."""
+    columns: tuple[str, ...]  # Those of the frame that a terminal has room for
+    says: str = ""  # What to see in it
 
 
 _NO_GPU = "no GPU event in it"
@@ -47,14 +44,11 @@ class Drawing:
     figure: Callable[..., go.Figure]
     columns: tuple[str, ...]
     says: str = ""
-    needs: str = ""
-    """The column without whose values there is nothing to draw."""
-    why: str = _NO_GPU
-    """Why it has none."""
+    needs: str = ""  # The column without whose values there is nothing to draw
+    why: str = _NO_GPU  # Why it has none
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the question, where they differ from its own defaults."""
-    drawn_options: tuple[str, ...] = ()
-    """Those of the question that are drawn, too."""
+    drawn_options: tuple[str, ...] = ()  # Those of the question that are drawn, too
 
     def __call__(
         self, traces: TraceQuestions, steps: Steps = None, *, share: bool = False,

@@ -18,8 +18,7 @@ from haiprof.show.figures import style
 if TYPE_CHECKING:
     from haiprof.diagnosis.compare.comparison import Change
 
-LINE_LIMIT = 8
-"""More ranks than this are drawn as their spread."""
+LINE_LIMIT = 8  # More ranks than this are drawn as their spread
 _HEIGHT_PX = 520
 _BAND = "rgba(0, 114, 178, 0.25)"
 
@@ -136,8 +135,7 @@ HEAT_STYLE = {
 """Of a heat map of ranks, without its numbers."""
 _LATE_RANKS_HEIGHT_PX = 320
 _FEW_RANKS, _WIDTH = 16, 0.8
-_LATE_RATIO = 0.02
-"""Of a step: what is less says nothing of a rank."""
+_LATE_RATIO = 0.02  # Of a step: what is less says nothing of a rank
 
 
 def late_ranks_figure(

@@ -62,8 +62,7 @@ class CounterSpec(NamedTuple):
     source: str
     metric: str
     word: str = ""
-    dash: str = "solid"
-    """Its line, to distinguish it from another counter of the panel."""
+    dash: str = "solid"  # Its line, to distinguish it from another counter of the panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,11 @@ class PanelSpec:
     """One panel of counters."""
 
     title: str
-    unit: str
-    """As a figure shows it: one of `_UNITS`."""
+    unit: str  # As a figure shows it: one of `_UNITS`
     counters: tuple[CounterSpec, ...]
     terminal: str | None = None
     """Its name in the terminal, before the counter's own; None shows it in figures only."""
-    top: float | None = None
-    """Upper end of its axis where it has one, in shown units."""
+    top: float | None = None  # Upper end of its axis where it has one, in shown units
 
     @property
     def scale(self) -> float:
@@ -95,15 +92,12 @@ class PanelRow:
     """One row of related panels."""
 
     title: str
-    recorder: str
-    """The recorder that enables it."""
-    sources: tuple[str, ...]
-    """Record files that fill it."""
+    recorder: str  # The recorder that enables it
+    sources: tuple[str, ...]  # Record files that fill it
     panels: tuple[PanelSpec, ...]
 
 
-_FULL = 105
-"""Upper end of an axis of percent."""
+_FULL = 105  # Upper end of an axis of percent
 
 
 def panel(

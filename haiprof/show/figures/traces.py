@@ -22,8 +22,7 @@ from haiprof.trace_analysis.launches import LAUNCH_DELAY_CUTOFF_NS, RUNTIME_CUTO
 
 _ROW_PX, _FRAME_PX, _LEAST_PX, _MOST_PX = 24, 170, 260, 1600
 
-Part = tuple[str, str, str]
-"""Column of the frame, the name that people read, and its colour."""
+Part = tuple[str, str, str]  # Column of the frame, the name that people read, and its colour
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,7 @@ class PartBars:
     """A figure of a bar per row, in stacked parts; parts that nowhere happened are left out."""
 
     title: str
-    keys: tuple[str, ...]
-    """Columns that name a row."""
+    keys: tuple[str, ...]  # Columns that name a row
     parts: tuple[Part, ...]
     prepare: Callable[[pl.DataFrame], pl.DataFrame] = lambda found: found
     """Makes a column for each part of what was found."""
@@ -242,8 +240,7 @@ def _interval(middle: pl.Series, low: pl.Series, high: pl.Series) -> dict[str, A
     return {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
 
 
-_COLORED = 8
-"""So many kernels have a colour of their own: colours repeat after them."""
+_COLORED = 8  # So many kernels have a colour of their own: colours repeat after them
 _NAME_LENGTH = 48
 
 
@@ -361,8 +358,7 @@ def _histogram(times_us: Floats, color: str) -> go.Bar:
     )  # fmt: skip
 
 
-SERIES_LIMIT = 12
-"""More lines cannot be told apart: those with the highest values are drawn."""
+SERIES_LIMIT = 12  # More lines cannot be told apart: those with the highest values are drawn
 _TRACE_LINES_HEIGHT_PX = 380
 
 

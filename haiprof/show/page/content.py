@@ -47,18 +47,13 @@ class ComparisonSection:
 
     state: str = "undecided"
     headline: str = ""
-    lines: tuple[str, ...] = ()
-    """What was compared."""
+    lines: tuple[str, ...] = ()  # What was compared
     tables: tuple[PageTable, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Caveats of the claim, and what could not be compared."""
-    missing: str = ""
-    """Why there is no comparison."""
+    notes: tuple[str, ...] = ()  # Caveats of the claim, and what could not be compared
+    missing: str = ""  # Why there is no comparison
     figure: go.Figure | None = None
-    data: Mapping[str, Any] | None = None
-    """As `haiprof compare --json`."""
-    other: RunFrames | None = None
-    """The run that it is compared with."""
+    data: Mapping[str, Any] | None = None  # As `haiprof compare --json`
+    other: RunFrames | None = None  # The run that it is compared with
 
 
 def comparison_section(
@@ -92,10 +87,8 @@ class TimelineRow(NamedTuple):
     """One rank's last seconds: places in percent of the picture's width."""
 
     name: str
-    stretches: tuple[tuple[str, float, float], ...]
-    """Phase, left, width."""
-    end: float | None
-    """Where it ended."""
+    stretches: tuple[tuple[str, float, float], ...]  # Phase, left, width
+    end: float | None  # Where it ended
     role: str
     what: str
 
@@ -104,15 +97,12 @@ class DeathPart(NamedTuple):
     """What the page says of the death of a run, beside what the verdict has of it."""
 
     word: str
-    then: str
-    """What a job script should do; empty where that is not known."""
+    then: str  # What a job script should do; empty where that is not known
     facts: tuple[str, ...]
     fates: PageTable
     rows: tuple[TimelineRow, ...]
-    ends: tuple[str, str]
-    """What the ends of the time axis are."""
-    more: int
-    """Ranks that are left out of the picture."""
+    ends: tuple[str, str]  # What the ends of the time axis are
+    more: int  # Ranks that are left out of the picture
 
 
 def death_part(files: RunFiles, verdict: Verdict) -> DeathPart | None:
@@ -161,34 +151,28 @@ class PageContent:
     header: RunHeader
     verdict: Verdict
     ledger: LedgerPart | None
-    device: DevicePart | None
-    """Of the GPUs in the last traced window."""
+    device: DevicePart | None  # Of the GPUs in the last traced window
     summary: OverviewSummary
     ranks: PageTable
     nodes: PageTable
     phases: PageTable
     slowest: PageTable
     late: PageTable
-    hung: str
-    """Ranks that hung, for which the others waited to the end; empty without any."""
+    hung: str  # Ranks that hung, for which the others waited to the end; empty without any
     collectives: PageTable
     death: DeathPart | None
     traces: parts.TraceSections
     memory: MemoryPart
-    windows: tuple[tuple[Path, ...], ...]
-    """Trace files by window."""
+    windows: tuple[tuple[Path, ...], ...]  # Trace files by window
     snapshots: PageTable | None
     environment: tuple[tuple[str, str], ...]
     options: tuple[tuple[str, str], ...]
-    one_rank: tuple[tuple[str, str], ...]
-    """Facts of the only rank and its host."""
+    one_rank: tuple[tuple[str, str], ...]  # Facts of the only rank and its host
     flames: RunFlames
-    comparison: ComparisonSection | None
-    """With the run that was asked for."""
+    comparison: ComparisonSection | None  # With the run that was asked for
     not_measured: tuple[tuple[str, str], ...]
     """What has no number anywhere on the page, with the reason."""
-    data: Mapping[str, Any]
-    """What the figures are drawn of, as plain JSON values."""
+    data: Mapping[str, Any]  # What the figures are drawn of, as plain JSON values
 
     @property
     def has_ranks(self) -> bool:

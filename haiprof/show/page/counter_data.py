@@ -108,8 +108,7 @@ def with_gaps(
 
 
 _HOST_COLOR_INDEX = 6  # hosts begin at another colour than ranks
-LINE_LIMIT = 8
-"""More owners of one counter than this are drawn as their spread."""
+LINE_LIMIT = 8  # More owners of one counter than this are drawn as their spread
 _LINE_POINTS, _STEP_POINTS = (240_000, 24, 2000), (128_000, 100, 4000)
 """Points of all lines together; and of each at least, and at most."""
 _SPREAD_COLUMNS = 240

@@ -26,8 +26,7 @@ from haiprof.trace_analysis.device_ledger import HOST_OPERATORS_REMEDY
 from haiprof.trace_analysis.device_verdict import DeviceLedger
 from haiprof.trace_analysis.host_activity import parse_place
 
-_LEAST_RATIO = 0.01
-"""Accounts below this share of the step are one row."""
+_LEAST_RATIO = 0.01  # Accounts below this share of the step are one row
 _POINT_LIMIT = 500
 _ACTIVITIES = {"native": "native code", "unknown": "not sampled"}
 
@@ -39,8 +38,7 @@ class AccountRow:
     label: str
     ns: float
     account: Account | None = None
-    number: int | None = None
-    """Of the ledger."""
+    number: int | None = None  # Of the ledger
     finding: Finding | None = None
     kind: str = ""
     """`critical` or `warning`: a problem; `info`: another opportunity; empty: what is needed, or
@@ -77,8 +75,7 @@ class LedgerPart:
     bars: tuple[tuple[str, Mapping[str, float]], ...]
     """The job's positions, then those of ranks, slowest first, where there are several."""
     rows: tuple[AccountRow, ...]
-    data: Mapping[str, Any]
-    """By account: `counts` of points; and for all together `step` and `ms`."""
+    data: Mapping[str, Any]  # By account: `counts` of points; and for all together `step` and `ms`
 
     @property
     def longest_ns(self) -> float:

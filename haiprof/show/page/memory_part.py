@@ -57,15 +57,11 @@ _PANELS = (
 class MemoryPart:
     """Memory of a run."""
 
-    peaks: PageTable
-    """Host memory of each rank: where it was highest."""
-    gpu: PageTable
-    """GPU memory of each rank, by what is kept and what a step adds."""
-    held: PageTable
-    """What GPU memory held where an allocation failed."""
+    peaks: PageTable  # Host memory of each rank: where it was highest
+    gpu: PageTable  # GPU memory of each rank, by what is kept and what a step adds
+    held: PageTable  # What GPU memory held where an allocation failed
     missing: tuple[tuple[str, str], ...]
-    data: Mapping[str, Any]
-    """The panels, as `counter_data` packs them."""
+    data: Mapping[str, Any]  # The panels, as `counter_data` packs them
 
 
 def memory_part(
@@ -139,8 +135,7 @@ class _Peak:
     """Where one rank's host memory was highest."""
 
     rank: int
-    seconds: float
-    """On the time axis of the figures."""
+    seconds: float  # On the time axis of the figures
     highest_bytes: float
     first_bytes: float
     last_bytes: float

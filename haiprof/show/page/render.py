@@ -54,8 +54,7 @@ _UNIT = re.compile(r"(?<=\d) (?=%|[nµm]?s\b|[KMGT]iB\b)")
 _FILTERS = (text.printable, text.value_text, text.moment_text, text.count_text, text.steps_text,
             text.share_text, position_words, gain_text, duration_text, bytes_text)  # fmt: skip
 """What templates have under these names."""
-Link = Callable[[Path], str]
-"""Address at which a trace opens in Perfetto; empty for none."""
+Link = Callable[[Path], str]  # Address at which a trace opens in Perfetto; empty for none
 
 
 def write_report(content: PageContent, path: Path, *, below: Path | None = None) -> Path:

@@ -194,8 +194,7 @@ def _option(value: object) -> str:
 
 T = TypeVar("T")
 
-_TITLE_PX = 100
-"""What a figure's own title and legend take; on the page they stand above it."""
+_TITLE_PX = 100  # What a figure's own title and legend take; on the page they stand above it
 
 
 class PagePicture(NamedTuple):

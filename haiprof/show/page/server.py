@@ -54,10 +54,8 @@ class _Read:
 
     content: PageContent
     analyzer: RunFrames
-    time_ns: int
-    """Unix time at which it began."""
-    cost_s: float
-    """CPU time that it took."""
+    time_ns: int  # Unix time at which it began
+    cost_s: float  # CPU time that it took
 
 
 class CachedPage:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:  # a run's header reads manifests, which traces do not have
 INDENT = 2
 _GAP = 2
 _LEAST_CUT = 12
-_LAST_COLUMN = 24
-"""Columns of the terminal that a table's last column needs at least."""
+_LAST_COLUMN = 24  # Columns of the terminal that a table's last column needs at least
 _COLORS = {**PHASE_COLORS, "step time": ""}
 
 
@@ -126,15 +125,11 @@ class FittingTable:
     left: Collection[str | int]
     """Columns that are aligned to the left, by head or place; so are those that go first."""
     first_to_go: Sequence[str | int]
-    flexible: int | None = -1
-    """The one that takes what the others leave, and is cut; None for none."""
-    least: int = _LAST_COLUMN
-    """Columns of the terminal that are left for it, or others go."""
+    flexible: int | None = -1  # The one that takes what the others leave, and is cut; None for none
+    least: int = _LAST_COLUMN  # Columns of the terminal that are left for it, or others go
     narrowest: int = 1
-    text_width: int | None = None
-    """Where the others are cut that are aligned to the left."""
-    where: str = ""
-    """Where all columns are; empty says nothing of those that went."""
+    text_width: int | None = None  # Where the others are cut that are aligned to the left
+    where: str = ""  # Where all columns are; empty says nothing of those that went
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table with the columns that fit."""

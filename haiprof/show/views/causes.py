@@ -65,10 +65,8 @@ _COMMON = (
 _COLUMNS = heads(name="if", predicted_step_ns="step", saved="shorter by")
 _INTERVAL = (("low_step_ns", "step at least"), ("high_step_ns", "at most (95 %)"))
 _LEAST_RATIO = 0.0005
-_DIFFERS_RATIO = 0.02
-"""From this share on it is said why the verdict's step is shorter or longer."""
-_DOUBTFUL_RATIO = 0.05
-"""Above this share of unexplained time a note is shown."""
+_DIFFERS_RATIO = 0.02  # From this share on it is said why the verdict's step is shorter or longer
+_DOUBTFUL_RATIO = 0.05  # Above this share of unexplained time a note is shown
 _TOTALS = (
     ("slowdown_ratio", "S, slowdown by stragglers"),
     ("slowest_workers_ratio", "M_W, what the slowest 3 % of the workers explain of it"),
@@ -82,16 +80,12 @@ class WhatIfAnswers:
     """Predictions for traces."""
 
     path: Path
-    ranked: bool
-    """Whether haiprof chose the changes, and the best comes first."""
-    predictions: pl.DataFrame
-    """From `TraceAnalysis.what_if`."""
-    late: str | None = None
-    """Who is late, in words; None of one rank."""
+    ranked: bool  # Whether haiprof chose the changes, and the best comes first
+    predictions: pl.DataFrame  # From `TraceAnalysis.what_if`
+    late: str | None = None  # Who is late, in words; None of one rank
     outside_ratio: float | None = None
     """Share of the critical path outside of all recorded events; None where it is not known."""
-    has_stacks: bool = False
-    """Whether Python functions were recorded."""
+    has_stacks: bool = False  # Whether Python functions were recorded
     device_step_ns: float | None = None
     """The mean step as the device has it; None without a device or profiler steps."""
 

@@ -33,15 +33,13 @@ from haiprof.trace_analysis import diff
 from haiprof.trace_analysis.device_ledger import remedy_of
 
 _MAIN_RATIO, _ALL_RATIO = 0.5, 0.995
-_SHOWN_RATIO = 0.001
-"""Differences that are a smaller share of the step are in --json alone."""
+_SHOWN_RATIO = 0.001  # Differences that are a smaller share of the step are in --json alone
 _OTHERS_RATIO = 0.1
 _WORK = [ACTIVITIES[activity] for activity in ON_CORE]
 _DIGEST = 12
 _STYLES = {"slower": "bold red", "faster": "bold green", "same": "bold", "undecided": "bold yellow"}
 _SHOWN, _KERNELS, _MARKDOWN_ROWS = 8, 5, 20
-_FOLDED = ("name", "before", "after")
-"""Columns of text that take several lines where they are long."""
+_FOLDED = ("name", "before", "after")  # Columns of text that take several lines where they are long
 
 _TIME_WORDS = {"slower": "more time", "faster": "less time"}
 
@@ -342,8 +340,7 @@ _ROWS = 12
 _NAMED = 3
 _DEPTH = 5
 _NUMBERS_WIDTH = 36
-_SHARE_RATIO = 0.25
-"""Roles with at least so much of the whole difference are named in the headline."""
+_SHARE_RATIO = 0.25  # Roles with at least so much of the whole difference are named in the headline
 _UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
 _LEAST_OF_UNIT, _EQUAL_RATIO, _CLOSE_RATIO = 0.1, 0.01, 0.3
 """Of the larger one: 0.29 ms, not 290 µs; 130.9 to 108.9 ms, not 0.13 to 0.11 s."""

@@ -59,8 +59,7 @@ _GROUPS = (
 """Parts of the bar: name, what begins its activities, colour, and filling without colours."""
 _GAPS = ("between kernels", "idle: between kernels", DARK_GREY, "·")
 _SPACES = re.compile(r"\s+")
-_IMPOSSIBLE_RATIO = 1.05
-"""What is so far above the roofline was not recorded right."""
+_IMPOSSIBLE_RATIO = 1.05  # What is so far above the roofline was not recorded right
 _NEAR_RATIO = 0.3
 """Above it products of fp32 are as fast as they get without tensor cores, which is then said."""
 _UNKNOWN = ", whose FLOPs and bytes are not known"

@@ -22,8 +22,7 @@ _EFFICIENCY_LIMIT = 14
 _EFFICIENCY_COLUMNS = heads("operator", "shapes", precision="type", count="calls", time_ns="time",
                             flops_rate="FLOP/s", bytes_rate="byte/s", bound="bound",
                             roofline_ratio="roofline")  # fmt: skip
-_OPERATOR_WIDTH, _SHAPES_WIDTH = 20, 18
-"""Together with the numbers a line of 100 columns."""
+_OPERATOR_WIDTH, _SHAPES_WIDTH = 20, 18  # Together with the numbers a line of 100 columns
 
 
 def efficiency_view(whole: pl.DataFrame, operators: pl.DataFrame) -> RenderableType:

@@ -97,8 +97,7 @@ class Selection:
     level: str = JOBS
     job: int = 0
     rank: int = 0
-    alone: bool = False
-    """Whether one job was named, so that there is no list of jobs to go back to."""
+    alone: bool = False  # Whether one job was named, so that there is no list of jobs to go back to
 
 
 def move(selection: Selection, key: str, jobs: Sequence[JobNow]) -> Selection | None:

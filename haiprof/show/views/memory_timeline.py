@@ -70,13 +70,10 @@ class SnapshotAnswers:
 
     devices: pl.DataFrame
     by_line: pl.DataFrame
-    failed: pl.DataFrame
-    """Allocations in its history that failed, oldest first."""
+    failed: pl.DataFrame  # Allocations in its history that failed, oldest first
     event_count: int
-    timeline: pl.DataFrame
-    """What it held over time; empty where no history was recorded."""
-    history_by_line: pl.DataFrame
-    """The same by line of code."""
+    timeline: pl.DataFrame  # What it held over time; empty where no history was recorded
+    history_by_line: pl.DataFrame  # The same by line of code
 
 
 def snapshot_answers(path: Path) -> SnapshotAnswers:
@@ -168,13 +165,10 @@ class MemoryAnswers:
     """The frames of `TraceAnalysis` on memory."""
 
     timeline: pl.DataFrame
-    at_peak: pl.DataFrame | None
-    """Null where events have no addresses."""
-    at_peak_by_module: pl.DataFrame | None
-    """None where no module, range or stack was recorded."""
+    at_peak: pl.DataFrame | None  # Null where events have no addresses
+    at_peak_by_module: pl.DataFrame | None  # None where no module, range or stack was recorded
     by_operator: pl.DataFrame
-    missing: dict[str, str]
-    """By frame: why it is null."""
+    missing: dict[str, str]  # By frame: why it is null
 
 
 def memory_answers(analysis: TraceQuestions, rank: int | None) -> MemoryAnswers:

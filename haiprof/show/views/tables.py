@@ -100,10 +100,8 @@ class Table:
 
     ask: Callable[..., pl.DataFrame]
     """A question of `TraceQuestions`: steps, and the limits that were given."""
-    columns: tuple[tuple[str, str], ...]
-    """What people see of it, with its heading; scripts get all."""
-    named_by: str = "name"
-    """The column that may be cut where a line is too short."""
+    columns: tuple[tuple[str, str], ...]  # What people see of it, with its heading; scripts get all
+    named_by: str = "name"  # The column that may be cut where a line is too short
     limits: Mapping[str, str] = field(default_factory=dict)
     """Options of the command by what the question calls them; what ends in `_ns` is given in us."""
 

@@ -140,17 +140,14 @@ class View:
     """One table as people see it."""
 
     title: str
-    of: tuple[str, ...]
-    """Tables of the report that it needs."""
+    of: tuple[str, ...]  # Tables of the report that it needs
     rows: Callable[[Tables], pl.DataFrame] | None
     """What is shown of them; None shows the first as it is."""
     columns: tuple[tuple[str, str], ...]
     limit: int = _MANY
     legend: str = ""
-    legend_of: str = ""
-    """The column that it is about; empty for all."""
-    answer: str = ""
-    """The column that says in words what the table comes to, after the legend."""
+    legend_of: str = ""  # The column that it is about; empty for all
+    answer: str = ""  # The column that says in words what the table comes to, after the legend
 
 
 VIEWS = (
