@@ -618,7 +618,7 @@ def _waits_for_peer(question: Question, does: str) -> Finding:
     pronoun = "it does" if len(senders) == 1 else "they do"
     return Finding(
         rule="blocking_collectives",
-        cause=does,
+        cause=does.partition(" ")[0],
         title=f"waiting for {who} to {does}, {question.amount}",
         remedy=f"shorten what {pronoun} meanwhile{place}, or let it {does} ahead (isend, irecv), "
         "so that nobody waits; pipeline stages: balance them, more micro-batches",
