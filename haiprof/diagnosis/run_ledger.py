@@ -139,11 +139,12 @@ def run_ledger(
     table = _keep_needed_elsewhere(table, inputs)
     table, loops = find_loops(table, samples, time, inputs.traces.lines)
     found = opportunities.find_opportunities(table, loops.found)
-    asked, seen = _asked_collections(inputs), _find_pause_samples(samples, parts)
+    asked = _asked_collections(inputs)
     if asked is not None:
         found = [replace(each, at=asked) if each.activity == ledger.COLLECTION else each
                  for each in found]  # fmt: skip
     else:
+        seen = _find_pause_samples(samples, parts)
         table, found = opportunities.join_collections(table, found, seen)
     restarts = restarts_workers(inputs)
     found = opportunities.join_restarts(table, found) if restarts else found
