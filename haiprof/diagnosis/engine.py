@@ -11,20 +11,19 @@ from itertools import chain
 import numpy as np
 import polars as pl
 
-from haiprof.base.code_places import place_text
-from haiprof.base.intervals import Ints
-from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger, position_words
+from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger
 from haiprof.base.log_addresses import shown_path
-from haiprof.base.units import bytes_text, duration_text, number_text, ratio_text, shorten, visible
+from haiprof.base.units import bytes_text, duration_text, number_text, ratio_text, visible
 from haiprof.diagnosis import explanations, run_notes, thresholds
 from haiprof.diagnosis.background_saves import SLOWED
 from haiprof.diagnosis.machine_causes import NEIGHBOURS, machine_text, stolen_notes
 from haiprof.diagnosis.named_nodes import failed_before
+from haiprof.diagnosis.own_work import own_functions, own_work
 from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.run_facts import KEPT_REMEDY, RULES
 from haiprof.diagnosis.run_ledger import RunLedger, run_ledger
-from haiprof.diagnosis.settings_facts import FUSED_GAINS, UNFUSED_ADAM, has_layers
+from haiprof.diagnosis.settings_facts import FUSED_GAINS, UNFUSED_ADAM
 from haiprof.diagnosis.slow_parts import RULE as SLOW_PART
 from haiprof.diagnosis.slow_parts import slow_part
 from haiprof.diagnosis.small_operators import has_gradients
@@ -38,21 +37,19 @@ from haiprof.run_analysis.ledger import (
     DISPATCH_RATIO,
     GIL_WAIT,
     JOB,
-    MODULE_FILE,
     UNKNOWN,
 )
-from haiprof.run_analysis.lines import CodeLine, find_statement, innermost_stack, written_in
+from haiprof.run_analysis.lines import CodeLine, find_statement, written_in
 from haiprof.run_analysis.printed_lines import printed_notes
 from haiprof.run_analysis.run_files import integer, number
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE, SAVE_PHASE, STEP_PHASES
 from haiprof.run_analysis.step_positions import OPTIMIZER
 from haiprof.run_analysis.steps import WORDS
-from haiprof.run_format.stack_lines import LAYERS, LOCK_HELD, RECURRENCE
+from haiprof.run_format.stack_lines import LOCK_HELD
 
 STANDSTILL, FIRST_BATCH = "standstill", "first_batch"
 """It comes first: a job that stands still loses all of its time from then on."""
-CRITICAL_RATIO = 4 * PROBLEM_RATIO  # A problem that costs so much of the step is shown in red
 _OF_SLOW_PARTS = ("ranks_uneven", "blocking_collectives")
 """What else is seen of a part of the job that the others wait for."""
 _BETWEEN_RANKS = {
@@ -63,21 +60,8 @@ _LISTED_RATIO = PROBLEM_RATIO / 5  # Opportunities below this are in the ledger 
 _LISTED = 10
 _LOADING = TRAINING_PHASES.index("dataloader")
 _ADAM_FILES = ("/torch/optim/adam.py", "/torch/optim/adamw.py")
-_ONE_LINE = 0.95  # Of a function's time, for it to be called that line's
-_UPDATE_ALL = {"Adam", "AdamW", "SGD", "Adagrad"}
-"""Optimizers of torch that update all parameters, whether they have a gradient of 0 or not."""
 _MOST_RATIO = 0.5  # Of a step: from here on the headline is what the model's own work consists of
 _NOTHING = "nothing stands out"
-_MANY_PASSES, _SHORT_PASS_NS = 8, 1_000_000
-"""So short a pass is the calling of operators, mostly: it takes as long for more samples. Own
-choice."""
-_OF_LOOPS = {
-    RECURRENCE: ("whose rounds need one another",
-                 "torch.compile or one operator for the whole loop (nn.LSTM, nn.GRU)"),
-    LAYERS: ("that calls one layer after the other, none of which needs the one before",
-             f"one batched operator for all that are alike ({explanations.FOR_LAYERS}) "
-             "or torch.compile"),
-}  # fmt: skip
 _ADDS = re.compile(r"\.(?:append|appendleft|extend|add|insert|update|setdefault)\(|\+=|\]\s*=(?!=)")
 """Of lines that keep what they make."""
 
@@ -119,8 +103,9 @@ def judge(
         death = replace(death, remedy=f"{title}: {remedy}")
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
-    own_work = _own_work(inputs, found)
-    headline = _headline(inputs, findings, found, own_work)
+    functions = [] if found is None else own_functions(found)
+    own = [] if found is None else own_work(inputs, found, functions)
+    headline = _headline(inputs, findings, found, own)
     verdict = Verdict(
         run=run, name=manifest.name if manifest else analyzer.run.root.name,
         headline=death.headline if death else headline, death=death,
@@ -128,6 +113,7 @@ def judge(
         starts=wall_time.starts if deaths else (),
         goodput=wall_time if deaths and wall_time.has_ended else None, ledger=ledger,
         device=traced_device(analyzer.run, inputs.traces),
+        own_work=tuple(each for each in functions[:_LISTED] if each.ratio >= PROBLEM_RATIO),
         run_time=wall_time.accounts if wall_time.has_ended else {}, split=_split(ledger, inputs),
         step_ns=step_ns, work=step_work(analyzer.run, step_ns, limit_bytes=trace_limit_bytes),
         step_count=inputs.step_count, most_steps=analyzer.most_steps(),
@@ -152,7 +138,7 @@ def judge(
             *run_notes.attempt_notes(analyzer.steps()),
             *short_notes(inputs),
             *uneven_notes(ledger),
-            *(f"the model's own work: {text}" for _, text in own_work if text not in headline),
+            *(f"the model's own work: {text}" for _, text in own if text not in headline),
             *stolen_notes(inputs),
             *printed_notes(inputs.output, step_ns, _step_sizes(inputs), died=death is not None),
         ),
@@ -184,7 +170,9 @@ def _grade(found: Finding, *, few: bool) -> Finding:
         return found
     if found.lost_ratio < PROBLEM_RATIO:
         return replace(found, severity="info")
-    return replace(found, severity="critical" if found.lost_ratio >= CRITICAL_RATIO else "warning")
+    return replace(
+        found, severity="critical" if found.lost_ratio >= thresholds.CRITICAL_RATIO else "warning"
+    )
 
 
 def _findings(
@@ -291,7 +279,7 @@ def _finding(
     ledger, samples, gain_ns = found.ledger, found.samples, account.gain_ns
     severity: Severity = "info"
     if ledger.is_problem(account) and not inputs.is_short:
-        is_sure = account.gain_low_ns >= CRITICAL_RATIO * ledger.mean_ns
+        is_sure = account.gain_low_ns >= thresholds.CRITICAL_RATIO * ledger.mean_ns
         severity = "critical" if is_sure else "warning"
     gain = gain_of(ledger.mean_ns, gain_ns, account.gain_low_ns, account.gain_high_ns)
     ratio = gain_ns / max(ledger.mean_ns, 1.0)
@@ -360,107 +348,12 @@ def _headline(
     if found is None:
         return nothing_text(None)
     few = inputs.is_short or inputs.steps.height < thresholds.CRITICAL_MIN_STEPS
-    if not few and findings and _sure_ratio(findings[0]) >= CRITICAL_RATIO:
+    if not few and findings and _sure_ratio(findings[0]) >= thresholds.CRITICAL_RATIO:
         return findings[0].title  # no setting of the job's removes it
     ratio, text = max(own, default=(0.0, ""))
     if not few and ratio >= _MOST_RATIO:
         return text
     return nothing_text(found.ledger, few=few, inside="".join(f"; {text}" for _, text in own))
-
-
-def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float, str]]:
-    """What is true of an optimizer that takes longer than all that it follows, on a CPU."""
-    model, own = (
-        sum(ledger.positions.get(name, 0.0) for name in names)
-        for names in (("forward", "loss", "backward"), ("optimizer",))
-    )
-    if own <= model or inputs.uses_gpu:
-        return
-    ratio, every = own / ledger.mean_ns, inputs.settings.values()
-    names = {each.name for of in every for each in of.optimizers}
-    text = f"the optimizer takes {ratio_text(ratio)} of the step, more than forward and backward"
-    if names and names <= _UPDATE_ALL and any(has_layers(each, ("Embedding",)) for each in every):
-        text += ": it updates all parameters, used or not (sparse=True with SparseAdam leaves out "
-        text += "what a large embedding did not use)"
-    yield ratio, text
-
-
-def _many_passes(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float, str]]:
-    """Forward and backward over few samples, many times in one optimizer step."""
-    count = number(inputs.steps["micro_step_count"].median()) or 1.0
-    ns = sum(ledger.positions.get(name, 0.0) for name in ("forward", "loss", "backward"))
-    if count >= _MANY_PASSES and ns <= count * _SHORT_PASS_NS:
-        ratio = ns / ledger.mean_ns
-        yield (
-            ratio,
-            f"{ratio_text(ratio)} of the step is {count:.0f} forward and backward passes of "
-            f"{duration_text(ns / count)} each in one optimizer step: larger batches take less "
-            "time, or torch.func.vmap over torch.func.grad for the gradients of each sample",
-        )
-
-
-def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
-    """The largest loop over small operators that has no price: see `Recurrence`."""
-    largest = max(found.recurrences, key=lambda each: each.ns, default=None)
-    if largest is None:
-        return
-    place = place_text(largest.at.file, largest.at.line, largest.at.function)
-    beside = ", with its part of backward" if largest.has_backward else ""
-    ratio = largest.ns / found.ledger.mean_ns
-    what, do = _OF_LOOPS[largest.kind]
-    kind, much = "small operators", "some of that, haiprof --explain says how much"
-    if largest.called is not None:
-        kind, (count, each_ns) = "operators", largest.called
-        each = f"{count:,.0f} operators of {duration_text(each_ns)} each"
-        much = f"some of that (its forward has {each}, as traced)"
-    text = f"about {ratio_text(ratio)} of the step is {kind} of a loop {what} ({place}{beside})"
-    yield ratio, f"{text}: {do} saves {much}"
-
-
-def _own_line(found: RunLedger) -> Iterator[tuple[float, str]]:
-    """The function of the job's that takes most of the model's own work, and calls no layer."""
-    ledger, table, tree = found.ledger, found.table, found.table.tree
-    module = np.array([*(MODULE_FILE in frame.file for frame in tree.frames), False])
-    calls_layer = tree.calls_libraries(module)[table.stack]
-    line = tree.line_places()[innermost_stack(tree)]
-    spent = dict[tuple[str, str], list[tuple[float, Account, Ints]]]()
-    for each, rows in zip(ledger.accounts, found.rows, strict=True):
-        if each.needed and each.file and each.position in ("forward", "loss"):
-            own = rows[~calls_layer[rows]]
-            ns = float(table.ns[own].sum()) / max(float(table.ns[rows].sum()), 1.0)
-            key = each.file, written_in(each.function or "")
-            spent.setdefault(key, []).append((ns * each.ns_per_step, each, own))
-    parts = max(spent.values(), key=lambda own: sum(ns for ns, *_ in own), default=[])
-    ratio = sum(ns for ns, *_ in parts) / ledger.mean_ns
-    if ratio >= CRITICAL_RATIO:
-        largest = max(parts, key=lambda part: part[0])[1]
-        rows = np.concatenate([own for *_, own in parts])
-        of_line = np.bincount(line[table.stack[rows]] + 1, table.ns[rows])
-        place = place_text(
-            largest.file or "", largest.line or 0, written_in(largest.function or "")
-        )
-        code = f" {shorten(largest.code, explanations.CODE_CHARS)}" if largest.code else ""
-        what = "one line"
-        if of_line.max() < _ONE_LINE * of_line.sum():
-            what, code = f"{np.count_nonzero(of_line)} lines of one function", ""
-        where = position_words(largest.position)
-        yield ratio, f"{ratio_text(ratio)} of the step is {what} of {where} ({place}{code})"
-
-
-def _own_backward(found: RunLedger) -> Iterator[tuple[float, str]]:
-    """What a backward that the job has written itself takes, as part of the model."""
-    own = dict[tuple[str, str | None], list[Account]]()
-    for each in found.ledger.accounts:
-        is_written = (each.function or "").rpartition(".")[2] == "backward"
-        if is_written and each.needed and each.position == "backward" and each.file is not None:
-            own.setdefault((each.file, each.function), []).append(each)
-    parts = max(own.values(), key=lambda of: sum(each.ns_per_step for each in of), default=[])
-    if parts:
-        largest = max(parts, key=lambda each: each.ns_per_step)
-        inside = f" in {largest.callees[0]}" if largest.callees else ""
-        ratio = sum(each.ns_per_step for each in parts) / found.ledger.mean_ns
-        text = f"{ratio_text(ratio)} of the step is a backward of your own"
-        yield ratio, f"{text} ({largest.code_place}{inside})"
 
 
 def _kept_graph(inputs: RuleInputs, found: RunLedger) -> Finding | None:
@@ -493,16 +386,6 @@ def _kept_graph(inputs: RuleInputs, found: RunLedger) -> Finding | None:
         gain=gain_of(ledger.mean_ns, usual, least, most),
         code_lines=explanations.code_lines(in_backward, "backward", 1.0),
     )  # fmt: skip
-
-
-def _own_work(inputs: RuleInputs, found: RunLedger | None) -> list[tuple[float, str]]:
-    """Of the model's own work what may be the job's doing, and has no price: share, and words."""
-    if found is None:
-        return []
-    every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found.ledger)]
-    every += _many_passes(inputs, found.ledger)
-    every += [] if found.recurrences else _own_line(found)
-    return [each for each in every if each[0] >= PROBLEM_RATIO]
 
 
 def _with_operators_beside(found: RunLedger, account: Account, said: Finding) -> Finding:
@@ -573,7 +456,7 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") 
         ratio_text(ns / mean) for ns in (most.gain_ns, most.gain_low_ns, most.gain_high_ns)
     )
     varies = most.gain_low_ns < PROBLEM_RATIO * mean
-    if most.gain_ns >= CRITICAL_RATIO * mean and (few or varies):
+    if most.gain_ns >= thresholds.CRITICAL_RATIO * mean and (few or varies):
         at = f" ({most.code_place})" if most.code_place else ""
         few_steps = f"too little was recorded to be sure ({ledger.count:,} steps)"
         why = few_steps if few else "not certain"

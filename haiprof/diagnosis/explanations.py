@@ -31,7 +31,7 @@ from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import MAKES_LOADER, less_per_sample, loader_cause
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
-from haiprof.diagnosis.verdict import Finding, evidence_rows, make_finding
+from haiprof.diagnosis.verdict import CODE_CHARS, Finding, evidence_rows, make_finding
 from haiprof.run_analysis import code_samples, ledger
 from haiprof.run_analysis.lines import (
     MIN_WAY_RATIO,
@@ -73,7 +73,6 @@ _WAITING_FILES = ("/threading.py", "/queue.py")  # A thread in these waits itsel
 _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
 FOR_LAYERS = "torch.baddbmm on stacked weights, torch.func.stack_module_state with torch.vmap"
-CODE_CHARS = 50  # Of an expression in a title: the whole stands in the ledger
 _WHOLE = 0.95  # A gain of so much of what a straggler takes beyond the others is all of it
 _UNEVEN = 1.02  # A gain that is so many times the mean over ranks is the slowest rank's
 

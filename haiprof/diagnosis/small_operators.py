@@ -92,7 +92,7 @@ def find_loops(
     ahead = np.isin(table.position, _AHEAD) & (table.work != NO_CORE)
     forward_ns = float(table.ns[ahead].sum())
     if lines is not None:
-        behind = np.flatnonzero(_is_of_autograd(table))
+        behind = np.flatnonzero(is_of_autograd(table))
         told.shares = _shares(lines, time.mean_of(table, behind) if len(behind) else 0.0)
     for number, rows, share in _loop_rows(table, samples, time, loops, kinds):
         inner = innermost_stack(table.tree)[table.stack[rows]]
@@ -114,7 +114,7 @@ def find_loops(
         elif table.position[rows[0]] in _AHEAD and is_recorded:
             forward_ns -= own_ns
             part = _BACKWARD * own_ns / (_BACKWARD * own_ns + max(forward_ns, 0.0))
-        at, behind = code_place(table.tree, most), np.flatnonzero(_is_of_autograd(table))
+        at, behind = code_place(table.tree, most), np.flatnonzero(is_of_autograd(table))
         if not has_price and at is not None:
             ns = share * (time.mean_of(table, rows) + part * time.mean_of(table, behind))
             kind, has_backward = kinds[number] & stack_lines.LAYERS, bool(part > 0)
@@ -150,8 +150,9 @@ def _in_loop(tree: CodeTree, loops: Ints, stack: int) -> int:
 def has_gradients(table: TimeTable, rows: Ints) -> bool:
     """Whether autograd records most of what some rows of forward do."""
     tree = table.tree
-    loop = np.array([*(frame.loop_kind & stack_lines.NO_GRAD > 0 for frame in tree.frames), False])
-    without = (tree.within(_NO_GRAD_FILE) | tree.holds(loop))[table.stack[rows]]
+    none = (f.loop_kind & stack_lines.NO_GRAD or _FREES.search(f.function) for f in tree.frames)
+    holds = tree.holds(np.array([*map(bool, none), False]))
+    without = (tree.within(_NO_GRAD_FILE) | holds)[table.stack[rows]]
     return bool(table.ns[rows][without].sum() <= table.ns[rows].sum() / 2)
 
 
@@ -217,7 +218,7 @@ def _loops_of(tree: CodeTree) -> tuple[Ints, list[int]]:
     return found, kinds
 
 
-def _is_of_autograd(table: TimeTable) -> Bools:
+def is_of_autograd(table: TimeTable) -> Bools:
     """Per row: whether autograd's engine runs in it, and no code of the job below that."""
     code = table.tree
     engine = np.array([*(_ENGINE in frame.file for frame in code.frames), False])
@@ -228,7 +229,7 @@ def _is_of_autograd(table: TimeTable) -> Bools:
 
 def give_lines(table: TimeTable, loops: Loops) -> TimeTable:
     """The same table in which what autograd's engine does for no loop has its forward's lines."""
-    rows = np.flatnonzero(_is_of_autograd(table))
+    rows = np.flatnonzero(is_of_autograd(table))
     if not len(rows):
         return table
     left = loops.left

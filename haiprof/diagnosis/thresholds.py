@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from math import ceil
 
+from haiprof.base.ledger import PROBLEM_RATIO
+
+CRITICAL_RATIO = 4 * PROBLEM_RATIO  # A problem that costs so much of the step is shown in red
 WARM_UP_RATIO = 0.05
 """Share of a rank's first steps left out: compilation, autotuning, worker start. Own choice."""
 WARM_UP_MAX_STEPS = 10

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from haiprof.base.code_places import place_text
 from haiprof.base.errors import HaiprofError
 from haiprof.base.ledger import Ledger, ledger_document
 from haiprof.base.safe_files import make_folder
+from haiprof.base.units import ratio_text, shorten
 from haiprof.diagnosis.restart_advice import Advice
 from haiprof.diagnosis.traced_window import StepWork
 from haiprof.run_analysis.before_death import GpuMemoryAtEnd, MemoryAtEnd
@@ -23,6 +25,7 @@ if TYPE_CHECKING:  # it reads traces, which most runs do not have
     from haiprof.trace_analysis.device_verdict import DeviceLedger
 
 Severity = Literal["critical", "warning", "info"]
+CODE_CHARS = 50  # Of an expression in a title: the whole stands in the ledger
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
 
@@ -121,6 +124,39 @@ def make_finding(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFunction:
+    """A function of the job's that does a considerable part of the model's own work."""
+
+    file: str
+    line: int  # The line of it that takes most
+    function: str
+    expression: str  # Of that line; empty where it is not known
+    line_count: int  # Lines of it that were seen
+    position: str  # Of POSITIONS, where that line is
+    ns_per_step: float  # In forward and loss, without the job's functions that it calls
+    backward_ns: float
+    """What backward takes for it: as a window's sequence numbers tell, else by its share of the
+    forward that autograd records."""
+    is_estimate: bool  # Whether any of that is by its share
+    ratio: float  # Both, of the step
+    plain_ratio: float  # What forward calls outside of modules that are libraries', of the step
+
+    @property
+    def code_place(self) -> str:
+        """`net.py:6 Net.forward mostly x[:, index]`."""
+        code = f" {shorten(self.expression, CODE_CHARS)}" if self.expression else ""
+        return place_text(self.file, self.line, self.function) + code
+
+    def describe(self) -> str:
+        """`41 % of the step, its part of backward included: net.py:6 Net.forward`."""
+        text = f"{ratio_text(self.ratio)} of the step"
+        if self.backward_ns:
+            about = "about " * self.is_estimate
+            text = f"{about}{text}, its part of backward included"
+        return f"{text}: {self.code_place}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Events:
     """Interruptions of one kind, over all ranks."""
 
@@ -164,6 +200,7 @@ class Verdict:
     notes: tuple[str, ...]
     ledger: Ledger | None = None  # The accounts of the mean step; None without judged steps
     device: DeviceLedger | None = None
+    own_work: tuple[OwnFunction, ...] = ()
     run_time: Mapping[str, int] = field(default_factory=dict)
     most_steps: int = 0
     end_wall_ns: int | None = None
@@ -203,6 +240,9 @@ FIELDS = {
     "`opportunities`, `ranks`, `device_name`, `peak` (who states it), `operators` with what they "
     "reach and `do`, `gaps` (the longest idle times), `explanations` (of each account: "
     "what to do), `late`; null where no GPU was traced",
+    "own_work": "functions of the job that do most of the model's own work, as facts: `file`, "
+    "`line`, `function`, `expression`, `ns_per_step` in forward and loss, `backward_ns` (by its "
+    "share of forward where `is_estimate`), `ratio` of the step; empty where a device does it",
     "run_time": "the run's wall time in ns by account, as in `haiprof goodput`; they add up to it; "
     "empty without an end",
     "problem_count": "findings that are problems: warnings and critical ones",

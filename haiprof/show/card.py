@@ -137,7 +137,8 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
             grid.add_row("", Text("; ".join([*parts, finding.remedy]), style="dim"))
     if len(others) > _BRIEF_OTHERS:
         grid.add_row("also", Text(count_text(len(others) - _BRIEF_OTHERS, "smaller one")))
-    rows = (("noticed", verdict.reactions), ("traced", verdict.traces), ("NCCL", _nccl(verdict)),
+    rows = (("own work", _own_work(verdict)), ("noticed", verdict.reactions),
+            ("traced", verdict.traces), ("NCCL", _nccl(verdict)),
             ("notes", _own_notes(verdict)))  # fmt: skip
     for label, lines in rows:
         for line in lines[:1]:
@@ -147,6 +148,10 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
     yield from _traced_device(verdict, width)
     if grid.row_count:
         yield grid
+
+
+def _own_work(verdict: Verdict) -> list[str]:
+    return [printable(each.describe()) for each in verdict.own_work]
 
 
 def _own_notes(verdict: Verdict) -> list[str]:
@@ -330,6 +335,7 @@ def _closing(verdict: Verdict) -> Iterator[RenderableType]:
     more = len(notes) - _NOTE_LIMIT
     rest = [f"and {more} more, in --json"] if more > 0 else []
     rows: list[tuple[str, Sequence[str]]] = [
+        ("own work", _own_work(verdict)),
         ("noticed", verdict.reactions),
         ("traced", verdict.traces),
         ("NCCL", _nccl(verdict)),

@@ -1214,6 +1214,34 @@ def test_one_line_of_the_model_that_takes_most_of_the_step_is_the_headline(
     assert headline.startswith("nothing stands out") != said
 
 
+def test_own_work_is_said_by_function_with_its_part_of_backward(root: Path) -> None:
+    """Backward is shared by the forward that autograd records: not a frozen part, not zeroing."""
+    model, no_grad = (SCRIPT, MAIN, MODULE), (f"{SITE}/torch/utils/_contextlib.py", 9, "decorate")
+    zero = (f"{SITE}/torch/optim/optimizer.py", 9, "Optimizer.zero_grad")
+    expert, head, frozen, zeroing = (
+        (*model, job(6, "Expert.forward", "net.py"), LINEAR),
+        (*model, job(9, "Head.forward", "net.py"), LINEAR),
+        (SCRIPT, MAIN, no_grad, job(4, "features", "old.py"), MODULE, LINEAR),
+        (SCRIPT, job(30, "main"), zero),
+    )
+    stacks: list[Stack] = [expert, expert, expert, head, frozen, zeroing]
+    times = (0.2, 30.0, 40.0, 2.0)
+    write_sampled(root, lambda *_: times, {"forward": lambda i: stacks[i % 6]}, steps=240)
+    verdict = judged(root)
+    found = {each.function: each for each in verdict.own_work}
+    assert {name: round(each.backward_ns / NS_PER_MS) for name, each in found.items()} == {
+        "Expert.forward": 30, "Head.forward": 10, "features": 0, "main": 0,
+    }  # fmt: skip
+    assert found["Expert.forward"].ns_per_step == pytest.approx(15e6, rel=0.05)
+    assert verdict.own_work[0].is_estimate
+    card = view_text(verdict_card(verdict, run_header(RunPaths(root), None)))
+    assert "own work  about 6" in card
+    assert "% of the step, its part of backward included: net.py:6 Expert.forward" in card
+    document = as_document(verdict)["own_work"][0]
+    assert (document["file"], document["line"]) == (expert[-2][0], 6)
+    assert document["ratio"] == pytest.approx(45 / 72.3, abs=0.02)
+
+
 def test_lines_of_a_helper_of_the_model_count_together(root: Path) -> None:
     """Each of three is less than what `Net.forward` does itself."""
     model = (SCRIPT, MAIN, MODULE)

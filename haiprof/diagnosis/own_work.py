@@ -1,0 +1,169 @@
+"""What the model's own work is: facts about the job's functions, which may all be needed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from haiprof.base.code_places import place_text
+from haiprof.base.intervals import Bools, Ints
+from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger, position_words
+from haiprof.base.units import duration_text, ratio_text
+from haiprof.diagnosis.explanations import FOR_LAYERS
+from haiprof.diagnosis.rule_inputs import RuleInputs
+from haiprof.diagnosis.run_ledger import RunLedger
+from haiprof.diagnosis.settings_facts import has_layers
+from haiprof.diagnosis.small_operators import has_gradients, is_of_autograd
+from haiprof.diagnosis.thresholds import CRITICAL_RATIO
+from haiprof.diagnosis.verdict import OwnFunction
+from haiprof.run_analysis.ledger import MODULE_FILE, TimeTable
+from haiprof.run_analysis.lines import innermost_stack, written_in
+from haiprof.run_analysis.run_files import number
+from haiprof.run_format.stack_lines import LAYERS, RECURRENCE
+
+_ONE_LINE = 0.95  # Of a function's time, for it to be called that line's
+_UPDATE_ALL = {"Adam", "AdamW", "SGD", "Adagrad"}
+"""Optimizers of torch that update all parameters, whether they have a gradient of 0 or not."""
+_MANY_PASSES, _SHORT_PASS_NS = 8, 1_000_000
+"""So short a pass is the calling of operators, mostly: it takes as long for more samples. Own
+choice."""
+_OF_LOOPS = {
+    RECURRENCE: ("whose rounds need one another",
+                 "torch.compile or one operator for the whole loop (nn.LSTM, nn.GRU)"),
+    LAYERS: ("that calls one layer after the other, none of which needs the one before",
+             f"one batched operator for all that are alike ({FOR_LAYERS}) or torch.compile"),
+}  # fmt: skip
+
+
+def own_functions(found: RunLedger) -> list[OwnFunction]:
+    """Functions with forward's and loss's own work, those with most of the step first."""
+    ledger, table, tree = found.ledger, found.table, found.table.tree
+    if ledger.device_idle_ns is not None:  # the host's time says little of what a device works
+        return []
+    module = np.array([*(MODULE_FILE in frame.file for frame in tree.frames), False])
+    calls_layer = tree.calls_libraries(module)[table.stack]
+    line, engine = tree.line_places()[innermost_stack(tree)], is_of_autograd(table)
+    parts = defaultdict[tuple[str, str], list[tuple[Account, Ints]]](list)
+    traced, shared_ns = defaultdict[tuple[str, str], float](float), 0.0
+    for each, rows in zip(ledger.accounts, found.rows, strict=True):
+        key = each.file or "", written_in(each.function or "")
+        if each.needed and each.position == "backward":
+            ratio = _part(table, rows, engine)
+            shared_ns += ratio * each.ns_per_step
+            traced[key] += (1.0 - ratio) * each.ns_per_step
+        elif each.needed and each.file and each.position in ("forward", "loss"):
+            parts[key].append((each, rows))
+    recorded = {key: sum(each.ns_per_step for each, rows in own if has_gradients(table, rows))
+                for key, own in parts.items()}  # fmt: skip
+    whole = max(sum(recorded.values()), 1.0)
+    functions = []
+    for key, own in parts.items():
+        ns = sum(each.ns_per_step for each, _ in own)
+        plain_ns = sum(_part(table, rows, ~calls_layer) * each.ns_per_step for each, rows in own)
+        by_share = shared_ns * recorded[key] / whole
+        most = max((each for each, _ in own), key=lambda each: each.ns_per_step)
+        rows = np.concatenate([rows for _, rows in own])
+        of_line = np.bincount(line[table.stack[rows]] + 1, table.ns[rows])
+        functions.append(OwnFunction(
+            file=key[0], line=most.line or 0, function=key[1], expression=most.code,
+            line_count=int(np.count_nonzero(of_line)) if of_line.max() < _ONE_LINE * of_line.sum()
+            else 1,
+            position=most.position, ns_per_step=ns, backward_ns=by_share + traced[key],
+            is_estimate=by_share > 0, ratio=(ns + by_share + traced[key]) / ledger.mean_ns,
+            plain_ratio=plain_ns / ledger.mean_ns,
+        ))  # fmt: skip
+    return sorted(functions, key=lambda each: -each.ratio)
+
+
+def _part(table: TimeTable, rows: Ints, of: Bools) -> float:
+    """What share of some rows' time has it."""
+    return float(table.ns[rows][of[rows]].sum()) / max(float(table.ns[rows].sum()), 1.0)
+
+
+def own_work(
+    inputs: RuleInputs, found: RunLedger, functions: Sequence[OwnFunction]
+) -> list[tuple[float, str]]:
+    """Of the model's own work what may be the job's doing, and has no price: share, and words."""
+    every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found.ledger)]
+    every += _many_passes(inputs, found.ledger)
+    every += [] if found.recurrences else _own_function(functions)
+    return [each for each in every if each[0] >= PROBLEM_RATIO]
+
+
+def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
+    """The largest loop over small operators that has no price: see `Recurrence`."""
+    largest = max(found.recurrences, key=lambda each: each.ns, default=None)
+    if largest is None:
+        return
+    place = place_text(largest.at.file, largest.at.line, largest.at.function)
+    beside = ", with its part of backward" if largest.has_backward else ""
+    ratio = largest.ns / found.ledger.mean_ns
+    what, do = _OF_LOOPS[largest.kind]
+    kind, much = "small operators", "some of that, haiprof --explain says how much"
+    if largest.called is not None:
+        kind, (count, each_ns) = "operators", largest.called
+        each = f"{count:,.0f} operators of {duration_text(each_ns)} each"
+        much = f"some of that (its forward has {each}, as traced)"
+    text = f"about {ratio_text(ratio)} of the step is {kind} of a loop {what} ({place}{beside})"
+    yield ratio, f"{text}: {do} saves {much}"
+
+
+def _own_function(functions: Sequence[OwnFunction]) -> Iterator[tuple[float, str]]:
+    """The function that takes most of forward and loss outside of layers."""
+    most = max(functions, key=lambda each: each.plain_ratio, default=None)
+    if most is not None and most.plain_ratio >= CRITICAL_RATIO:
+        what, place = "one line", most.code_place
+        if most.line_count > 1:
+            what = f"{most.line_count} lines of one function"
+            place = place_text(most.file, most.line, most.function)
+        text = f"{ratio_text(most.plain_ratio)} of the step is {what} of "
+        yield most.plain_ratio, f"{text}{position_words(most.position)} ({place})"
+
+
+def _own_backward(found: RunLedger) -> Iterator[tuple[float, str]]:
+    """What a backward that the job has written itself takes, as part of the model."""
+    own = dict[tuple[str, str | None], list[Account]]()
+    for each in found.ledger.accounts:
+        is_written = (each.function or "").rpartition(".")[2] == "backward"
+        if is_written and each.needed and each.position == "backward" and each.file is not None:
+            own.setdefault((each.file, each.function), []).append(each)
+    parts = max(own.values(), key=lambda of: sum(each.ns_per_step for each in of), default=[])
+    if parts:
+        largest = max(parts, key=lambda each: each.ns_per_step)
+        inside = f" in {largest.callees[0]}" if largest.callees else ""
+        ratio = sum(each.ns_per_step for each in parts) / found.ledger.mean_ns
+        text = f"{ratio_text(ratio)} of the step is a backward of your own"
+        yield ratio, f"{text} ({largest.code_place}{inside})"
+
+
+def _many_passes(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float, str]]:
+    """Forward and backward over few samples, many times in one optimizer step."""
+    count = number(inputs.steps["micro_step_count"].median()) or 1.0
+    ns = sum(ledger.positions.get(name, 0.0) for name in ("forward", "loss", "backward"))
+    if count >= _MANY_PASSES and ns <= count * _SHORT_PASS_NS:
+        ratio = ns / ledger.mean_ns
+        yield (
+            ratio,
+            f"{ratio_text(ratio)} of the step is {count:.0f} forward and backward passes of "
+            f"{duration_text(ns / count)} each in one optimizer step: larger batches take less "
+            "time, or torch.func.vmap over torch.func.grad for the gradients of each sample",
+        )
+
+
+def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float, str]]:
+    """What is true of an optimizer that takes longer than all that it follows, on a CPU."""
+    model, own = (
+        sum(ledger.positions.get(name, 0.0) for name in names)
+        for names in (("forward", "loss", "backward"), ("optimizer",))
+    )
+    if own <= model or inputs.uses_gpu:
+        return
+    ratio, every = own / ledger.mean_ns, inputs.settings.values()
+    names = {each.name for of in every for each in of.optimizers}
+    text = f"the optimizer takes {ratio_text(ratio)} of the step, more than forward and backward"
+    if names and names <= _UPDATE_ALL and any(has_layers(each, ("Embedding",)) for each in every):
+        text += ": it updates all parameters, used or not (sparse=True with SparseAdam leaves out "
+        text += "what a large embedding did not use)"
+    yield ratio, text
