@@ -258,19 +258,43 @@ def _rare_share(waits: Floats) -> tuple[float, float]:
     return float((int(reached.argmax()) + 1) / len(ordered)), unusual
 
 
-def _uneven_workers(samples: CodeSamples) -> Finding | None:
-    """One worker makes most of the batches: the others have been dealt less, and are idle."""
+def _made_by_worker(samples: CodeSamples) -> Floats:
+    """[rank, worker]: time in which workers of a loader make batches, or wait while they do."""
     own = samples.worker >= 0
     ranks, rank = np.unique(samples.rank[own], return_inverse=True)
     made = np.zeros((len(ranks), int(samples.worker.max(initial=0)) + 1))
     np.add.at(made, (rank, samples.worker[own]), samples.weight_ns[own])
+    return made
+
+
+def _is_uneven(made: Floats) -> bool:
     most, count = made.max(axis=1, initial=0.0), (made > 0).sum(axis=1)
     beside = (made.sum(axis=1) - most) / np.maximum(count - 1, 1)
-    if not len(most) or not ((count > 1) & (most >= _TIMES_OTHERS * beside)).all():
+    return bool(len(most) and ((count > 1) & (most >= _TIMES_OTHERS * beside)).all())
+
+
+def even_ratio(samples: CodeSamples) -> float:
+    """Of the busiest worker's time, what each needs that makes as much and waits for no lock.
+
+    0 where neither holds them up: what else makes batches cheaper has no such bound.
+    """
+    made = _made_by_worker(samples)
+    is_locked = len(made) > 0 and _wait_text(samples) == _WAIT_TEXTS["lock"]
+    if not is_locked and not _is_uneven(made):
+        return 0.0
+    works = _made_by_worker(samples.take(samples.wait != WAITS.index("lock")))
+    count = (made > 0).sum(axis=1)
+    return float((works.sum(axis=1) / count).sum() / made.max(axis=1).sum())
+
+
+def _uneven_workers(samples: CodeSamples) -> Finding | None:
+    """One worker makes most of the batches: the others have been dealt less, and are idle."""
+    made = _made_by_worker(samples)
+    if not _is_uneven(made):
         return None
-    share = float(most.sum() / made.sum())
+    share, count = float(made.max(axis=1).sum() / made.sum()), int((made > 0).sum(axis=1).max())
     return make_finding(
-        f"and one of {int(count.max())} workers makes {ratio_text(share)} of what they make",
+        f"and one of {count} workers makes {ratio_text(share)} of what they make",
         "deal equal shares: files or shards of like size to each worker (get_worker_info() in the "
         "IterableDataset's __iter__), several small ones for each; more workers leave the longest "
         "share as long as it is",

@@ -16,14 +16,14 @@ from haiprof.base.units import NS_PER_S
 from haiprof.diagnosis import job_time, opportunities, thresholds
 from haiprof.diagnosis.background_saves import SLOWED, Saves, SlowedSteps, find_saves, split_saves
 from haiprof.diagnosis.job_time import BESIDE, DeviceUse, JobTime, Singles, Stragglers
-from haiprof.diagnosis.loader_causes import restarts_workers
+from haiprof.diagnosis.loader_causes import even_ratio, restarts_workers
 from haiprof.diagnosis.machine_causes import find_larger_inputs, shared_cores, used_by_others
 from haiprof.diagnosis.opportunities import CodePlace, Opportunity, opportunity
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.small_operators import Recurrence, find_loops, give_lines
 from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis import ledger, lines
-from haiprof.run_analysis.code_samples import OTHER_THREADS, CodeSamples
+from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
 from haiprof.run_analysis.ledger import LINK_WAIT, OPERATORS, PEER_WAIT, RankSamples, TimeTable
 from haiprof.run_analysis.run_files import text
 from haiprof.run_analysis.run_frames import Cells, RunFrames
@@ -152,6 +152,7 @@ def run_ledger(
     found = opportunities.join_received(table, found, time=time, waits=waits)
     share = _workers_share(inputs, time.slowest)
     table, found = opportunities.join_worker_cores(table, found, share)
+    table, found = _keep_needed_making(table, found, samples, time)
     found += loops.found
     slowed = None
     if saves is not None:
@@ -254,6 +255,19 @@ def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:
 def plain_ledger(analyzer: RunFrames, also: Collection[int] = ()) -> RunLedger | None:
     """The ledger alone, for views that say no verdict; None without judged steps."""
     return run_ledger(gather_inputs(analyzer, trace_limit_bytes=0), also=also)
+
+
+def _keep_needed_making(
+    table: TimeTable, found: list[Opportunity], samples: CodeSamples, time: JobTime
+) -> tuple[TimeTable, list[Opportunity]]:
+    """Where a lock or unequal shares hold workers up, making batches evenly is still needed."""
+    making_ns = even_ratio(samples.take(samples.phase == WORKER)) * time.mean_ns
+    for each in found:
+        if making_ns and each.activity == ledger.LOADER_WAIT and each.at is None:
+            wait_ns = time.mean_of(table, each.rows)
+            left = making_ns - (time.mean_ns - wait_ns)
+            table, _ = table.split(each.rows, left / max(wait_ns, 1.0), needed=True)
+    return table, found
 
 
 def _keep_needed_link(

@@ -39,6 +39,14 @@ from tests.unit.diagnosis.stories import (
 )
 
 PAGES = {"0": 500}
+WAITING: Stack = (
+    ("/me/train.py", 3, "main"),
+    (
+        "/site-packages/torch/utils/data/dataloader.py",
+        9,
+        "_MultiProcessingDataLoaderIter._get_data",
+    ),
+)
 
 
 def numbers(finding: Finding) -> dict[str, float | None]:
@@ -90,6 +98,7 @@ def test_a_worker_that_was_dealt_most_of_the_data_is_told(
     """The other one has made its share, and waits."""
     finding = loader_story(root, 2, main=0.4, all_cores=2.3)
     assert finding.cause != "uneven_workers"
+    write_samples(root, lambda phase, _: WAITING if phase == "dataloader" else ())
     fetch = ("/site-packages/torch/utils/data/_utils/fetch.py", 9, "fetch")
     idle = ("/site-packages/torch/utils/data/_utils/worker.py", 330, "_worker_loop")
     for worker, count in enumerate((50, second)):
@@ -100,6 +109,25 @@ def test_a_worker_that_was_dealt_most_of_the_data_is_told(
     finding = find(judged(root), "dataloader_bound")
     assert (finding.cause == "uneven_workers") == said
     assert ("deal equal shares" in finding.remedy) == said
+    # Dealt evenly each makes 30 of the busier one's 50; two that are alike have no such bound.
+    assert finding.gain is not None
+    share = finding.gain.left_ns / finding.gain.step_ns
+    assert share == pytest.approx(0.6 if said else 17.5 / 47.5, abs=0.03)
+
+
+def test_workers_behind_one_lock_still_make_their_batches_without_it(root: Path) -> None:
+    """Of two workers one works at a time: half of the step is left."""
+    loader_story(root, 2, main=0.4, all_cores=0.5)
+    write_samples(root, lambda phase, _: WAITING if phase == "dataloader" else ())
+    fetch = (("/site-packages/torch/utils/data/_utils/fetch.py", 9, "fetch"),)
+    samples = [(START_NS + i * NS_PER_MS, (*fetch, ("/me/data.py", 3, "read"))) for i in range(60)]
+    for worker, waits in enumerate(("0l" * 30, "l0" * 30)):
+        write_stacks(RunPaths(root).rank(0).worker_stacks(worker), samples, worker=worker,
+                     pid=9 + worker, kernel_waits=waits)  # fmt: skip
+    finding = find(judged(root), "dataloader_bound")
+    assert "hold the lock for no more" in finding.remedy
+    assert finding.gain is not None
+    assert finding.gain.left_ns / finding.gain.step_ns == pytest.approx(0.5, abs=0.03)
 
 
 def test_slow_first_batch_is_named_with_its_length(root: Path) -> None:
