@@ -382,9 +382,8 @@ def slow_frame(rank: RankSegments, *, limit: int | None = None) -> pl.DataFrame:
 
 def untrained_boundary(steps: pl.DataFrame) -> str | None:
     """What most steps of a run are marked by, where that is no training; None elsewhere."""
-    runs = steps.select(pl.col("boundary").rle()).unnest("boundary").drop_nulls("value")
-    counts = runs.group_by("value").agg(pl.col("len").sum()).sort("len", "value").rows()
-    boundary = counts[-1][0] if counts else ""
+    counts = steps["boundary"].drop_nulls().value_counts().rows()
+    boundary, _ = max(counts, key=lambda each: (each[1], each[0]), default=("", 0))
     return boundary if boundary in WORDS else None
 
 
