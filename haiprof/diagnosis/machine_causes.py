@@ -381,28 +381,30 @@ def page_faults(inputs: RuleInputs) -> Finding | str | None:
     rank = max(lost, key=lambda r: (lost[r], -r))
     if lost[rank] < PROBLEM_RATIO:
         return None
-    # And what the kernel works on the node for each one at most.
-    node = inputs.counted.nodes.get(inputs.hosts.get(rank, ""), {}).get(None, {})
-    names = ("cpu_system_ratio", "cpu_count", "page_fault_count_per_s")
-    ratio, cpus, per_s = (node.get(name) for name in names)
-    most_ns = (ratio or 0.0) * (cpus or 0.0) * units.NS_PER_S / (per_s or 1.0)
-    most = min(max(most_ns / FAULT_LEAST_NS, 1.0) * lost[rank], 1.0)
-    up_to = f", at most {units.ratio_text(most)}," if most > lost[rank] else ""
+    # And at most what the kernel works for the process; old runs have no counter of that.
+    kernel = inputs.counted.of("cpu_main_system_cores").get(rank)
+    most = lost[rank] if kernel is None else min(kernel / threads[rank], 1.0)
+    least, usual = (
+        min(lost[rank] * ns / FAULT_LEAST_NS, most) for ns in (FAULT_LEAST_NS, FAULT_NS)
+    )
+    if most < PROBLEM_RATIO:
+        return None
+    up_to = f", at most {units.ratio_text(most)}," if most > least else ""
     step_ns = float(number(inputs.by_rank[rank]["step_ns"].mean()) or 0.0)
     count = again[rank] * step_ns / units.NS_PER_S
     size = units.bytes_text(round(count * PAGE_BYTES))
     return make_finding(
         f"about {float(f'{count:.2g}'):,.0f} page faults in each step: {size} are given back to "
-        f"the system and taken again, at least {units.ratio_text(lost[rank])}{up_to} of the step",
+        f"the system and taken again, at least {units.ratio_text(least)}{up_to} of the step",
         f"{_KEEP_MEMORY}; THP_MEM_ALLOC_ENABLE=1, with which PyTorch asks for transparent huge "
         "pages, saves a part of it",
         ("page faults a second", faults[rank], "count"),
         ("of which memory that grows and loader workers, at most", fewer[rank], "count"),
-        (f"of a step, at {FAULT_LEAST_NS / 1e3:g} us each", lost[rank] * step_ns, "ns"),
-        *([("the kernel's time on the node, for each one", most_ns, "ns")] if up_to else []),
+        (f"of a step, at {FAULT_LEAST_NS / 1e3:g} us each", least * step_ns, "ns"),
+        ("the kernel's time for the rank", kernel, "cores"),
         confidence=0.7,
-        lost_ratio=most,
-        gain=gain_of(step_ns, *(share * step_ns for share in (most, lost[rank], most))),
+        lost_ratio=usual,
+        gain=gain_of(step_ns, *(share * step_ns for share in (usual, least, most))),
         rank=rank if sum(share >= PROBLEM_RATIO for share in lost.values()) < len(lost) else None,
     )
 

@@ -140,6 +140,7 @@ class FamilyTotals:
     process_count: int
     cpu_ns: int
     cpu_main_ns: int  # of the process alone
+    cpu_main_system_ns: int  # of that, in the kernel
     rss_bytes: int
     minor_faults: int
     major_faults: int
@@ -189,6 +190,7 @@ class Family:
         unread = (each.io_missing for each in running if each is not main and each.io_missing)
         return FamilyTotals(
             process_count=len(running), cpu_ns=cpu_ns, cpu_main_ns=main.own_ticks * procfs.TICK_NS,
+            cpu_main_system_ns=main.own_system_ticks * procfs.TICK_NS,
             rss_bytes=sum(each.rss_bytes for each in running), minor_faults=minor_faults,
             major_faults=major_faults, thread_count=sum(each.thread_count for each in running),
             io_bytes=main.io_bytes and (moved[0], moved[1], moved[2], moved[3]),

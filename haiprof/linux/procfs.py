@@ -148,6 +148,7 @@ class ProcessReading:
     start_ticks: int
     running: bool  # neither a zombie nor dead (proc(5))
     own_ticks: int  # utime + stime
+    own_system_ticks: int  # stime: in the kernel
     total_ticks: int  # the same with those of the children it has waited for
     faults: int  # minor faults of the process and of the children it has waited for
     major_faults: int  # the same of those that waited for storage
@@ -173,6 +174,7 @@ def read_process(root: Path, pid: int) -> ProcessReading | None:
         return ProcessReading(
             pid=pid, parent=int(fields[1]), start_ticks=int(fields[19]),
             running=fields[0] not in (b"Z", b"X", b"x"), own_ticks=own,
+            own_system_ticks=int(fields[12]),
             total_ticks=own + int(fields[13]) + int(fields[14]),
             faults=int(fields[7]) + waited_faults, major_faults=int(fields[9]) + int(fields[10]),
             waited_faults=waited_faults, rss_bytes=rss_bytes, thread_count=int(fields[17]),

@@ -151,15 +151,14 @@ _OF_RANKS = {
         "throttle_sw_thermal_ratio", "throttle_hw_thermal_ratio", "throttle_power_brake_ratio",
     ),
     "process": (
-        "cpu_main_cores", "cpu_cores", "run_queue_wait_ratio", "memory_rss_bytes",
-        "read_bytes_per_s", "storage_read_bytes_per_s", "page_fault_count_per_s",
-        "major_page_fault_count_per_s",
+        "cpu_main_cores", "cpu_main_system_cores", "cpu_cores", "run_queue_wait_ratio",
+        "memory_rss_bytes", "read_bytes_per_s", "storage_read_bytes_per_s",
+        "page_fault_count_per_s", "major_page_fault_count_per_s",
     ),
 }  # fmt: skip
 _OF_NODES = {
     "host": (
         "cpu_count", "cpu_utilization_ratio", "cpu_steal_ratio", "memory_total_bytes",
-        "cpu_system_ratio", "page_fault_count_per_s",
         "memory_available_bytes", "swap_in_bytes_per_s", "pressure_memory_some_ratio",
         "tcp_transmit_segment_count_per_s", "tcp_retransmit_segment_count_per_s",
     ),
@@ -169,7 +168,10 @@ _OF_NODES = {
     ),
 }  # fmt: skip
 _SERIES = ("memory_rss_bytes", "memory_used_bytes")
-_SHARES = ("run_queue_wait_ratio", "utilization_ratio", "cpu_cores", "cpu_main_cores")
+_SHARES = (
+    "run_queue_wait_ratio", "utilization_ratio", "cpu_cores", "cpu_main_cores",
+    "cpu_main_system_cores",
+)  # fmt: skip
 """Of time, whenever that was: the mean tells how much, the median does not."""
 _WANTED = frozenset((s, m) for t in (_OF_RANKS, _OF_NODES) for s, ms in t.items() for m in ms)
 _METRIC = pl.Enum(_SERIES)

@@ -62,6 +62,7 @@ _RATES_OF_NS = {
     **{f"cpu_{state}_ns": (f"cpu_{state}_cores", "cores") for state in _CPU_STATES},
     "cpu_ns": ("cpu_cores", "cores"),
     "cpu_main_ns": ("cpu_main_cores", "cores"),
+    "cpu_main_system_ns": ("cpu_main_system_cores", "cores"),
     "cpu_throttled_ns": ("cpu_throttled_cores", "cores"),
     "disk_busy_ns": ("disk_busy_count", "count"),
     "receive_pause_ns": ("receive_paused_priority_count", "count"),

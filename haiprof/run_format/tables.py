@@ -323,6 +323,7 @@ PROCESS = _counters(
     ("process_count", "gauge", "the process and its live descendants"),
     ("cpu_ns", "counter", "utime + stime of the process and descendants"),
     ("cpu_main_ns", "counter", "utime + stime of the process alone"),
+    ("cpu_main_system_ns", "counter", "stime of the process alone: what the kernel does for it"),
     ("memory_rss_bytes", "gauge", "statm resident, summed"),
     ("read_bytes", "counter", "io rchar: read calls, of cached files, pipes and sockets too"),
     ("write_bytes", "counter", "io wchar: write calls, to pipes and sockets too"),

@@ -150,7 +150,8 @@ class ProcessSampler(RankSampler):
                 self.missing.note(column, why, of=f"{process.name}: a child is left out")
         io_bytes: tuple[int | Unavailable | None, ...] = totals.io_bytes or (totals.io_missing,) * 4
         return (
-            totals.process_count, totals.cpu_ns, totals.cpu_main_ns, totals.rss_bytes, *io_bytes,
+            totals.process_count, totals.cpu_ns, totals.cpu_main_ns, totals.cpu_main_system_ns,
+            totals.rss_bytes, *io_bytes,
             totals.thread_count, totals.minor_faults + totals.major_faults, totals.major_faults,
         )  # fmt: skip
 

@@ -61,7 +61,8 @@ def test_process_sample_has_one_record_per_rank_of_this_host(tree: FakeTree, run
     first, second = sampled(sampler)
     assert first == {
         "time_ns": 40, "read_ns": 10, "pid": 10, "start_ticks": 1000, "process_count": 2,
-        "cpu_ns": 12 * TICK_NS, "cpu_main_ns": 5 * TICK_NS, "memory_rss_bytes": 15 * PAGE_BYTES,
+        "cpu_ns": 12 * TICK_NS, "cpu_main_ns": 5 * TICK_NS, "cpu_main_system_ns": 3 * TICK_NS,
+        "memory_rss_bytes": 15 * PAGE_BYTES,
         "read_bytes": 11, "write_bytes": 22, "storage_read_bytes": 33, "storage_write_bytes": 44,
         "thread_count": 5, "page_fault_count": 202, "major_page_fault_count": 2,
         "run_queue_wait_ns": 5000, "context_switch_count": 24,
