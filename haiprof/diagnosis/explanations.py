@@ -756,6 +756,19 @@ def _explain_by(
     return explain
 
 
+def _imbalance(question: Question) -> Finding:
+    """Ranks take turns in being late."""
+    unless = ", unless that is how they wait for cores" * (question.account.gain_low_ns <= 0)
+    return Finding(
+        rule="data_imbalance",
+        title="uneven work: the slowest rank, a different one in each step, makes the others "
+        f"wait, {question.amount}{unless}",
+        remedy="give all ranks batches of equal cost: group samples by length and distribute each "
+        "group over all ranks (length-bucketing sampler), cap tokens per batch in place of "
+        "samples, or pack sequences",
+    )
+
+
 _DO = {
     "forward": "see what forward does beside operators: loops over elements or samples, hooks, "
     "printing, conversions; do it with tensors, once, every N steps, or ahead of training",
@@ -1006,14 +1019,7 @@ _BY_ACTIVITY: dict[str, Callable[[Question], Finding]] = {
     "no core": _no_core,
     "garbage collection": _collections,
     "wait: link": _link,
-    "wait: peer": _explain_by(
-        "data_imbalance",
-        "uneven work: the slowest rank, a different one in each step, makes the others wait, "
-        "{amount}",
-        "give all ranks batches of equal cost: group samples by length and distribute each "
-        "group over all ranks (length-bucketing sampler), cap tokens per batch in place of "
-        "samples, or pack sequences",
-    ),
+    "wait: peer": _imbalance,
 }
 _MORE = {
     "wait: file": _with_mount, "wait: socket": _with_sent_again, "wait: lock": _with_holder,

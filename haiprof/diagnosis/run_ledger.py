@@ -24,7 +24,14 @@ from haiprof.diagnosis.small_operators import Recurrence, find_loops, give_lines
 from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis import ledger, lines
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
-from haiprof.run_analysis.ledger import LINK_WAIT, OPERATORS, PEER_WAIT, RankSamples, TimeTable
+from haiprof.run_analysis.ledger import (
+    LINK_WAIT,
+    NO_CORE,
+    OPERATORS,
+    PEER_WAIT,
+    RankSamples,
+    TimeTable,
+)
 from haiprof.run_analysis.run_files import text
 from haiprof.run_analysis.run_frames import Cells, RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE
@@ -167,8 +174,10 @@ def run_ledger(
         found += more
         time = replace(time, like=dict.fromkeys(late.ranks, time.slowest))
     elif time.waits_for_all and _inputs_differ(inputs.input_sizes, left):
-        found = [replace(each, key="data_imbalance" if each.activity == PEER_WAIT else each.key)
-                 for each in found]  # fmt: skip
+        # Which steps waited how long for a core is an estimate: it may be all that differs.
+        cores = [time.mean_of(table, each.rows) for each in found if each.activity == NO_CORE]
+        found = [replace(each, key="data_imbalance", unsure_ns=sum(cores))
+                 if each.activity == PEER_WAIT else each for each in found]  # fmt: skip
     if inputs.traces.lines is not None:
         table = give_lines(table, loops)
         samples = replace(samples, tree=table.tree)

@@ -29,7 +29,7 @@ def _gap_table() -> Ints:
     table[_NONE, _FORWARD] = BETWEEN_STEPS  # no loader: what follows a step, or makes a batch
     table[_FORWARD, [_FORWARD, _OPTIMIZER, _NONE, _INPUT]] = LOSS
     table[:, _OPTIMIZER] = GRADIENTS
-    table[_BACKWARD, _BACKWARD] = GRADIENTS
+    table[_BACKWARD, [_BACKWARD, _INPUT]] = GRADIENTS  # between micro-batches
     return table
 
 

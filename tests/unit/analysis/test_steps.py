@@ -306,7 +306,7 @@ def told(found: StepPositions) -> list[str]:
 @pytest.mark.parametrize(("loop", "second"), [
     ("D F B O", f"input prepare {STEP} after_step"),
     ("F B O", f"between_steps {STEP}"),
-    ("D F B D F B O", f"input prepare {BACK} after_step input prepare {STEP} after_step"),
+    ("D F B D F B O", f"input prepare {BACK} gradients input prepare {STEP} after_step"),
     ("D F B O0 F B O1", f"input prepare {STEP} prepare {STEP} after_step"),
     ("F B O0 F B O1", f"between_steps {STEP} prepare {STEP}"),
     ("D F F B O", f"input prepare forward loss {STEP} after_step"),

@@ -1214,6 +1214,19 @@ def test_one_line_of_the_model_that_takes_most_of_the_step_is_the_headline(
     assert headline.startswith("nothing stands out") != said
 
 
+@pytest.mark.parametrize(("wait", "said"), [(0.02, "warning"), (0.3, "info")])
+def test_ranks_that_wait_for_cores_are_late_in_turns_too(
+    root: Path, wait: float, said: str
+) -> None:
+    """How long which step waited is an estimate, and may be all that the ranks differ by."""
+    write_turns(root, lambda large: 3000 if large else 1000)
+    counters(root, lambda t, _: {"run_queue_wait_ns": wait * (t + 2) * NS_PER_S,
+                                 "cpu_main_ns": 0.6 * (t + 2) * NS_PER_S}, ranks=2)  # fmt: skip
+    (uneven,) = [each for each in judged(root).findings if each.rule == "data_imbalance"]
+    assert uneven.severity == said
+    assert ("unless that is how they wait for cores" in uneven.title) == (said == "info")
+
+
 def test_own_work_is_said_by_function_with_its_part_of_backward(root: Path) -> None:
     """Backward is shared by the forward that autograd records: not a frozen part, not zeroing."""
     model, no_grad = (SCRIPT, MAIN, MODULE), (f"{SITE}/torch/utils/_contextlib.py", 9, "decorate")
