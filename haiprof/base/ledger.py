@@ -146,6 +146,8 @@ class Account:
             text = expression_text(self.expression)
             is_call = not text or _CALL.search(text)
             return "native code" if is_call else "arithmetic on tensors or arrays"
+        if self.activity == "wait: lock" and package:
+            return f"waiting for a lock or for threads of {package}"
         return _DOES.get(self.activity, package or "native code")
 
     @property

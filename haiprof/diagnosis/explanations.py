@@ -28,7 +28,7 @@ from haiprof.base.units import (
 )
 from haiprof.diagnosis import machine_causes, opportunities
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
-from haiprof.diagnosis.loader_causes import MAKES_LOADER, less_per_sample, loader_cause
+from haiprof.diagnosis.loader_causes import MAKES_LOADER, OPENS, less_per_sample, loader_cause
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
 from haiprof.diagnosis.verdict import CODE_CHARS, Finding, evidence_rows, make_finding
@@ -281,7 +281,7 @@ def _input(question: Question) -> Finding:
             title="what the training thread itself does to get a batch, beside the DataLoader's "
             f"workers: {amount}{code}",
             remedy=_OF_TRAINER
-            if _is_in_trainer(account)
+            if is_in_trainer(account)
             else "the DataLoader itself does it for each batch: fewer, larger batches"
             if account.package == "torch"
             else "move what this line does into the dataset, where the workers do it; hand over "
@@ -828,6 +828,8 @@ _OF_CALL = (
      "AveragedModel(..., multi_avg_fn=get_ema_multi_avg_fn(decay))"),
     ("zero_grad", "it goes through all parameters in Python: call it once for each optimizer step, "
      "or take gradients without it (torch.autograd.grad, torch.func.grad)"),
+    ("dataclasses.asdict", "it copies each field deeply, tensors too: take the fields as they are "
+     "(vars(batch)), or give the object itself"),
     ("copy.deepcopy", "copy less: only what changes, and less often; averages of parameters are "
      "updated in place (torch.optim.swa_utils.AveragedModel, or lerp_)"),
     ("torch.serialization", "save less often, or from another thread"),
@@ -836,6 +838,7 @@ _OF_CALL = (
     ("gzip.", _COMPRESS),
     ("json.load", "read it ahead of training, in DataLoader workers, or from a file that needs no "
      "parsing"),
+    ("yaml.", "parse it once, and again when the file has changed (os.stat)"),
     ("json.dump", "write it less often, or from another process"),
     ("matplotlib", "draw less often, or from another process"),
     ("torch.distributions", "it checks its arguments each time: validate_args=False (or "
@@ -845,6 +848,8 @@ _OF_CALL = (
      "they never reach the limit (a trainer does so with max_grad_norm=0 or "
      "gradient_clip_val=None)"),
     ("tensorboard", "write scalars every N steps, histograms and pictures far less often"),
+    ("torchmetrics", "where it is no part of the loss: every N steps, or in evaluation, and of "
+     "what has no graph (outputs.detach())"),
     ("sklearn", "compute the metric at the end of an epoch, or from another process"),
     ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
 )  # fmt: skip
@@ -856,7 +861,7 @@ _OF_CODE = (
     (re.compile(r"\bema\b|_ema\b|\bema_|moving_average|average_model", re.IGNORECASE),
      "average the parameters in place and all at once (torch.optim.swa_utils.AveragedModel, or "
      "torch._foreach_lerp_), or every N steps"),
-    (re.compile(r"replay|rollout|transition|\bbuf(?:fer)?\b", re.IGNORECASE),
+    (re.compile(r"replay|transition|\bbuf(?:fer)?\b", re.IGNORECASE),
      "hold what is sampled from in preallocated tensors or arrays, and take a batch with one "
      "index: lists of Python objects are converted one by one, and a deque is slow to index"),
     (re.compile(r"\b(?:torch|np|numpy)\.(?:rand|zeros|ones|arange|full|empty|tensor|from_numpy)"),
@@ -905,7 +910,7 @@ _OF_ACCELERATE = (
 )
 
 
-def _is_in_trainer(account: Account) -> bool:
+def is_in_trainer(account: Account) -> bool:
     """Whether its line is the one that runs the trainer: not what of the job that calls back."""
     return any(name.startswith(TRAINERS) and ".trainer" in name for name in account.callees[:1])
 
@@ -943,8 +948,9 @@ def _code(question: Question) -> Finding:
          " and built again on each rank; what stays Python data, less often"),
         *((part in called and "validate_args=False" not in text, do) for part, do in _OF_CALL),
         (_DATABASE.search(every) is not None, _OF_DATABASE),
+        (OPENS.search(every) is not None, "keep it open from one call to the next"),
         (account.activity in _OF_ACTIVITY, _OF_ACTIVITY.get(account.activity, "")),
-        (_is_in_trainer(account), _OF_TRAINER),
+        (is_in_trainer(account), _OF_TRAINER),
         (_is_in_accelerate(account), _OF_ACCELERATE),
         *((is_outside and code.search(text) is not None, do) for code, do in _OF_CODE),
         (_is_in_exchange(question),
@@ -978,7 +984,7 @@ def _code(question: Question) -> Finding:
 
 def main_callee(account: Account) -> str | None:
     """The function of a library that an account is named by; of a trainer's way its end."""
-    of_trainer = _is_in_trainer(account) or _is_in_accelerate(account)
+    of_trainer = is_in_trainer(account) or _is_in_accelerate(account)
     return account.callees[-1 if of_trainer else 0] if account.callees else None
 
 

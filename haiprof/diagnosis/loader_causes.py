@@ -67,6 +67,15 @@ _SHARES = (
 _LESS = "decode and tokenize once, ahead of training; cheaper augmentation"
 _LESS_IN_MEMORY = "take a whole batch at once from what is in memory (Dataset.__getitems__)"
 _OF_LISTS = re.compile(r"\btorch\.(?:(?:as_)?tensor|\w*Tensor)\(\s*\[")
+OPENS = re.compile(
+    r"\b(?:Zip|Tar|Parquet)File(?:\(|\.__init__|\._RealGetContents)|\b(?:tarfile|lmdb)\.open\(|"
+    r"\bh5py\.File\(|\bh5py\b.*\b(?:File\.__init__|make_fid)|\bsqlite3\.connect\("
+)
+"""Of an expression, or functions that it calls: opens an archive or a database of many samples."""
+_LESS_OPENING = (
+    "open the archive or database once in each worker, where __getitem__ first runs there, and "
+    "keep it: opening reads its whole table of contents"
+)
 _LESS_OF_LISTS = (
     "keep numbers in arrays or tensors and join these (torch.stack; np.stack, then "
     "torch.from_numpy): torch.tensor takes those of a list one by one"
@@ -169,8 +178,13 @@ def less_per_sample(samples: CodeSamples) -> str:
     own = inner[of_fetch[inner]]
     if not len(own):
         return _LESS_IN_MEMORY if len(inner) else _LESS
-    most = tree.frames[tree.place[np.bincount(own).argmax()]].expression
-    return _LESS_OF_LISTS if _OF_LISTS.search(most) else _LESS
+    most = int(np.bincount(own).argmax())
+    called = tree.place[np.unique(samples.stack[innermost_stack(tree)[samples.stack] == most])]
+    inside = (tree.frames[at] for at in called)
+    text = " ".join([tree.frames[tree.place[most]].expression,
+                     *(f"{each.file} {each.function}" for each in inside)])  # fmt: skip
+    ways = (_OF_LISTS, _LESS_OF_LISTS), (OPENS, _LESS_OPENING)
+    return next((less for kind, less in ways if kind.search(text)), _LESS)
 
 
 def _epoch_starts(inputs: RuleInputs) -> tuple[int, int, int] | None:

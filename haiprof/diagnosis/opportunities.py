@@ -72,6 +72,7 @@ _COLLECTING_MIN = 8  # So many samples within collections tell where they begin
 _SHARDED = re.compile(
     r"/torch/distributed/(?:_?fsdp|_composable|tensor|optim)/|/deepspeed/|/megatron/"
 )
+METRIC_FILE = "/torchmetrics/metric.py"  # Runs each metric, and keeps its state
 _COPIES = "/copy.py"  # Who copies a model calls torch's own code, and works for no forward
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
 
@@ -154,7 +155,8 @@ def _is_models_own(table: ledger.TimeTable) -> Bools:
     if not (table.position == OPTIMIZER).any():  # parameters are updated by hand
         updates = np.array([*(".grad" in f.expression for f in table.tree.frames), False])
         inside |= (table.position != INPUT) & table.tree.holds(updates)[table.stack]
-    own &= inside & ~(in_hooks(table.tree) | table.tree.within(_COPIES))[table.stack]
+    beside_it = in_hooks(table.tree) | table.tree.within(_COPIES) | table.tree.within(METRIC_FILE)
+    own &= inside & ~beside_it[table.stack]
     found: Bools = own | (is_own_call & np.isin(table.work, (ledger.OPERATORS, ledger.PYTHON)))
     return found
 

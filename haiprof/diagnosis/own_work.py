@@ -11,7 +11,7 @@ from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Bools, Ints
 from haiprof.base.ledger import PROBLEM_RATIO, Account, Ledger, position_words
 from haiprof.base.units import duration_text, ratio_text
-from haiprof.diagnosis.explanations import FOR_LAYERS
+from haiprof.diagnosis.explanations import FOR_LAYERS, is_in_trainer
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.settings_facts import has_layers
@@ -54,6 +54,8 @@ def own_functions(found: RunLedger) -> list[OwnFunction]:
             shared_ns += ratio * each.ns_per_step
             traced[key] += (1.0 - ratio) * each.ns_per_step
         elif each.needed and each.file and each.position in ("forward", "loss"):
+            if is_in_trainer(each):
+                continue  # a library's model: the line that runs the trainer tells nothing of it
             parts[key].append((each, rows))
     recorded = {key: sum(each.ns_per_step for each, rows in own if has_gradients(table, rows))
                 for key, own in parts.items()}  # fmt: skip

@@ -302,17 +302,21 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     is_sure = seen_ns >= _WARM_NS  # what a job loads at first grows, too
     is_soon = is_sure and left_ns < min(_SOON_NS, _FAR * seen_ns)
     is_near = is_sure and left_ns < min(_ENDS_NS, _CARRIED_ON * seen_ns)
-    what, remedy = _GROWN[metric]
+    (what, remedy), keeps, setting = _GROWN[metric], "", ""
+    profiler = settings_facts.profiler_left_on(inputs)
+    if isinstance(profiler, Finding) and metric == _HOST:
+        keeps = ": the job's own profiler keeps what it records until it stops"
+        remedy, setting = profiler.remedy, profiler.setting
     return make_finding(
         f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
-        f"{ratio_text(share)} so far" + (f"; {ahead}" if is_soon else ""),
+        f"{ratio_text(share)} so far{keeps}" + (f"; {ahead}" if is_soon else ""),
         remedy, ("at the beginning", float(values[0]), "bytes"),
         ("at the end", float(values[-1]), "bytes"), ("growth per step", per_step, "bytes"),
         *([("until its limit, at this rate", left_ns, "ns")] if ahead else []),
         ("chance of such a trend at random (Mann-Kendall), below", TREND_P_VALUE, ""),
         ("memory counters that grow so, of all ranks", float(len(grown)), "count"),
         severity="critical" if is_near else "warning" if is_sure else "info", confidence=0.8,
-        rank=rank,
+        rank=rank, setting=setting,
         missing=(_NO_LINE,) if is_sure else (_NO_LINE, "whether it goes on: the run was short"),
     )  # fmt: skip
 
@@ -482,7 +486,8 @@ def allocator_retries(inputs: RuleInputs) -> Finding | str | None:
 RULES: tuple[Rule, ...] = (
     standstill, first_batch, compilation, memory_creep, memory_pressure,
     gpu_memory_limit, allocator_retries, page_faults, numa_placement,
-    settings_facts.anomaly_detection, settings_facts.tracemalloc, settings_facts.profiler_left_on,
+    settings_facts.anomaly_detection, settings_facts.distribution_checks,
+    settings_facts.tracemalloc, settings_facts.profiler_left_on,
     settings_facts.call_hook, settings_facts.costly_switches, settings_facts.double_precision,
     settings_facts.deterministic_mode, settings_facts.mkldnn_off,
     settings_facts.unused_gradients, settings_facts.unfused_adam, settings_facts.optimizer_loop,

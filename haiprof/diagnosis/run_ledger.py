@@ -20,7 +20,7 @@ from haiprof.diagnosis.loader_causes import even_ratio, restarts_workers
 from haiprof.diagnosis.machine_causes import find_larger_inputs, shared_cores, used_by_others
 from haiprof.diagnosis.opportunities import CodePlace, Opportunity, opportunity
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
-from haiprof.diagnosis.small_operators import Recurrence, find_loops, give_lines
+from haiprof.diagnosis.small_operators import Recurrence, find_loops, give_lines, has_gradients
 from haiprof.diagnosis.verdict import Finding
 from haiprof.run_analysis import ledger, lines
 from haiprof.run_analysis.code_samples import OTHER_THREADS, WORKER, CodeSamples
@@ -146,6 +146,13 @@ def run_ledger(
     table = _keep_needed_elsewhere(table, inputs)
     table, loops = find_loops(table, samples, time, inputs.traces.lines)
     found = opportunities.find_opportunities(table, loops.found)
+    # A metric that records gradients may be the loss itself.
+    metric = table.tree.within(opportunities.METRIC_FILE)[table.stack]
+    found = [
+        replace(each, unsure_ns=time.mean_of(table, each.rows))
+        if metric[each.rows].any() and has_gradients(table, each.rows) else each
+        for each in found
+    ]  # fmt: skip
     asked = _asked_collections(inputs)
     if asked is not None:
         found = [replace(each, at=asked) if each.activity == ledger.COLLECTION else each

@@ -52,6 +52,10 @@ large products, 3.3 for convolutions (settings_price.md)."""
 _WRITES_STACKS = (("/traceback.py", ""), ("/linecache.py", ""))
 """Autograd's anomaly detection writes down the stack of each operator that it is to name in its
 errors."""
+_CHECKS_ARGUMENTS = tuple(
+    ("/torch/distributions/distribution.py", f"Distribution.{name}")
+    for name in ("__init__", "_validate_sample")
+)
 _CHECKS_RATIO = 1.0
 """What looking through each gradient for NaN takes beside that: 0.7 to 2.0 times as much, measured
 on an MLP, a transformer, convolutions and LSTM cells, in turns with and without (torch 2.13)."""
@@ -132,6 +136,17 @@ def _ranks_with(inputs: RuleInputs, name: str, least: float) -> tuple[list[int],
     return [rank for rank, ratio in on.items() if ratio >= least], max(on.values())
 
 
+def _sampled_ratio(inputs: RuleInputs, code: Collection[tuple[str, str]]) -> float | None:
+    """Of a typical rank's training thread, how long it ran these functions; None: not sampled."""
+    samples = inputs.load_samples(typical_rank(inputs))
+    phases = [CODE_PHASES.index(phase) for phase in (*STEP, "dataloader", "other")]
+    chosen = np.isin(samples.phase, phases) & (samples.worker < 0)
+    weight = samples.weight_ns[chosen]
+    if int(chosen.sum()) < MIN_COUNT or not weight.sum():
+        return None
+    return float(weight[samples.tree.runs(code)[samples.stack[chosen]]].sum() / weight.sum())
+
+
 @_setting()
 def anomaly_detection(inputs: RuleInputs) -> Finding | None:
     """Autograd's anomaly detection is on while the job trains."""
@@ -141,15 +156,9 @@ def anomaly_detection(inputs: RuleInputs) -> Finding | None:
     ranks, ratio = _ranks_with(inputs, "anomaly", SWITCHED_ON_RATIO)
     if not ranks:
         return None
-    samples = inputs.load_samples(typical_rank(inputs))
-    phases = [CODE_PHASES.index(phase) for phase in (*STEP, "dataloader", "other")]
-    chosen = np.isin(samples.phase, phases) & (samples.worker < 0)
-    weight, seen, title = samples.weight_ns[chosen], None, "anomaly detection is on"
+    seen, title = _sampled_ratio(inputs, _WRITES_STACKS), "anomaly detection is on"
     known = [] if inputs.uses_gpu else [PRICES["anomaly"].lost_ratio(inputs, on=ratio)]
-    if int(chosen.sum()) >= MIN_COUNT and weight.sum():
-        inside = samples.tree.runs(_WRITES_STACKS)[samples.stack[chosen]]
-        seen = float(weight[inside].sum()) / float(weight.sum())
-        known.append(min((1 + _CHECKS_RATIO) * seen, 1.0))
+    known += [] if seen is None else [min((1 + _CHECKS_RATIO) * seen, 1.0)]
     if seen:
         title += f": writing stacks down takes {ratio_text(seen)} of the step, and looking for NaN "
         title += "in each gradient about as much"
@@ -211,6 +220,23 @@ def tracemalloc(inputs: RuleInputs) -> Finding | None:
         python_ratio=usual,
         python_spread=(least / usual, most / usual),
         setting=r"start\((?:nframe=)?\d*\)",
+    )
+
+
+@_setting()
+def distribution_checks(inputs: RuleInputs) -> Finding | None:
+    """torch.distributions looks through the arguments and samples of each distribution."""
+    ratio = _sampled_ratio(inputs, _CHECKS_ARGUMENTS)
+    if ratio is None or ratio < PROBLEM_RATIO / 5:
+        return None
+    return make_finding(
+        "torch.distributions checks the arguments of each distribution that is made, and what its "
+        "log_prob is asked for",
+        "torch.distributions.Distribution.set_default_validate_args(False), or validate_args=False "
+        "where it is made, once the code is right; of a diagonal covariance, Independent(Normal) "
+        "in place of MultivariateNormal",
+        ("checking, of the step (samples)", ratio, "ratio"),
+        seen_in=_CHECKS_ARGUMENTS,
     )
 
 
@@ -313,6 +339,13 @@ _SWITCHES: tuple[
     ("NCCL_DEBUG=TRACE", "NCCL writes a line for each call",
      lambda inputs: _nccl_hosts(inputs) is not None,
      _has_variable("NCCL_DEBUG", "trace")),
+    ("ATEN_CPU_CAPABILITY=default", "operators leave out the processor's vector instructions (1.0 "
+     "to 1.2 times as long, measured)", lambda inputs: not inputs.uses_gpu,
+     _has_variable("ATEN_CPU_CAPABILITY", "default")),
+    ("ONEDNN_MAX_CPU_ISA", "convolutions and LSTMs leave out the processor's newer instructions "
+     "(2.4 to 2.7 times as long, measured)", lambda inputs: not inputs.uses_gpu,
+     lambda settings: any(_has_variable(f"{name}_MAX_CPU_ISA", "sse41", "avx")(settings)
+                          for name in ("ONEDNN", "DNNL"))),
     ("PYTHONMALLOC=debug", "Python fills and checks each allocation",
      lambda inputs: True,
      _has_variable("PYTHONMALLOC", "debug", "malloc_debug", "pymalloc_debug")),
@@ -503,10 +536,11 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
     share = total(own) / max(total(calls), 1)
     lost = None if inputs.uses_gpu else share * touched_ratio(inputs, ("backward",)) or None
     passes = any(x.passed_count for x in unused)
+    exchanged = inputs.settings[rank].gradient_bytes or 0  # between ranks, theirs included
     names = ", ".join(dict.fromkeys(visible(x.name or "a module") for x in unused))
     return make_finding(
         f"gradients that no optimizer uses: {tensors:.0f} parameter{'s' * (tensors > 1)} of "
-        f"{names} in no param group; they only pile up",
+        f"{names} in no param group, which nothing changes",
         "requires_grad_(False) for these parameters"
         + ("; a gradient goes on through their layers to others that train: no torch.no_grad() "
            "around those" if passes
@@ -515,6 +549,7 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
         ("parameters", tensors, "count"), ("numbers in them", numbers, "count"),
         *([("their modules, of forward", share, "ratio")] if share else []), confidence=0.9,
         phases=("backward",), lost_ratio=lost, unsure_ratio=1 - _LIKE_FORWARD,
+        exchange_ratio=min(4 * numbers / exchanged, 1.0) if exchanged else 0.0,
         code_lines=_called_in(inputs.load_samples(rank), own, lost) if lost else (),
         missing=("which part of backward is theirs",) if lost is None and not inputs.uses_gpu
         else (),

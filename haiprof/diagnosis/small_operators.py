@@ -115,7 +115,7 @@ def find_loops(
             forward_ns -= own_ns
             part = _BACKWARD * own_ns / (_BACKWARD * own_ns + max(forward_ns, 0.0))
         at, behind = code_place(table.tree, most), np.flatnonzero(is_of_autograd(table))
-        if not has_price and at is not None:
+        if not has_price and at is not None and share == 1.0:  # else most of them compute
             ns = share * (time.mean_of(table, rows) + part * time.mean_of(table, behind))
             kind, has_backward = kinds[number] & stack_lines.LAYERS, bool(part > 0)
             told.recurrences.append(

@@ -198,11 +198,12 @@ class InputSizes:
 
 
 class UnusedGradients:
-    """Lines `unused_gradients`: parameters whose gradients only pile up, as no optimizer has them.
+    """Lines `unused_gradients`: parameters that no optimizer has and nothing changes.
 
-    Whoever uses a gradient clears it before the next one, be that a fused optimizer, one that keeps
-    its own copies, or the job by hand. One that is still the same tensor seconds later, and was
-    written to no more often than those that an optimizer uses, was only added to.
+    On a GPU, whose memory is not read: whoever uses a gradient clears it before the next one, be
+    that a fused optimizer, one that keeps its own copies, or the job by hand. One that is still the
+    same tensor seconds later, and was written to no more often than those that an optimizer uses,
+    was only added to.
     """
 
     def __init__(
@@ -272,8 +273,9 @@ _GRADIENT_PAUSES_NS = (0, _OFTEN_NS, _SELDOM_NS, 10 * _SELDOM_NS)
 """Before each look: an optimizer may step for the first time late."""
 _GRADIENT_STEPS = 10
 _WALKS = 4  # backward passes that are looked at for one that makes such gradients
-_Gradients = dict[int, tuple[int, int]]
-"""By the id of a parameter that trains: the address and the version of its gradient."""
+_Gradients = dict[int, tuple[int, int, object]]
+"""By the id of a parameter that trains: the address and the version of its gradient, and what the
+parameter holds; None of one on a GPU, which would have to be waited for."""
 
 
 def _read_gradients(parameters: Iterable[Any]) -> _Gradients:
@@ -282,19 +284,32 @@ def _read_gradients(parameters: Iterable[Any]) -> _Gradients:
         if _is_plain(type(parameter)) and parameter.requires_grad and parameter.is_leaf:
             gradient = parameter.grad
             if gradient is not None:
-                found[id(parameter)] = (gradient._cdata, gradient._version)
+                found[id(parameter)] = (gradient._cdata, gradient._version, _held_by(parameter))
     return found
 
 
+def _held_by(parameter: Any) -> object:
+    if parameter.device.type != "cpu" or not parameter.numel():
+        return None
+    numbers = parameter.detach().view(-1)
+    return parameter._version, float(numbers[:: max(len(numbers) // 256, 1)].sum())
+
+
 def _only_added_to(now: _Gradients, before: _Gradients, used: set[int], steps: int) -> set[int]:
-    """Parameters that no optimizer has whose gradients were kept, and added to alone."""
+    """Parameters that no optimizer has whose gradients were kept, and added to alone.
+
+    Also those whose gradients were cleared, but which nothing has changed.
+    """
     # A gradient that is cleared by zeros is written to once more per step than one that is not;
     # what else writes to gradients (clipping, several passes) writes to those of optimizers, too.
-    kept = {key for key, (at, _) in now.items() if key in before and before[key][0] == at}
+    both = now.keys() & before.keys()
+    alike = {key for key in both - used if now[key][2] == before[key][2]}
+    same = {key for key in alike if now[key][2] is not None}
+    kept = {key for key in both if before[key][0] == now[key][0]}
     writes = {key: (now[key][1] - before[key][1]) / steps for key in kept}
     own = [writes[key] - 1 if key in kept else now[key][1] + 1 for key in now.keys() & used]
     usual = sorted(own)[len(own) // 2] if own else 0
-    return {key for key in kept - used if 0 < writes[key] <= usual}
+    return {key for key in kept - used if 0 < writes[key] <= usual} | same
 
 
 def _passed_through(outputs: Iterable[Any], unused: set[int]) -> set[int] | None:

@@ -13,7 +13,7 @@ from haiprof.run_format.secrets import mask_variable
 _PREFIXES = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "CUDA_", "CUBLAS_", "CUDNN_", "NCCL_",
     "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_", "GLOO_", "UCX_", "UCC_",
-    "FI_", "HSA_", "HIP_", "ROCR_", "MALLOC_",
+    "FI_", "HSA_", "HIP_", "ROCR_", "MALLOC_", "ATEN_", "ONEDNN_", "DNNL_",
 )  # fmt: skip
 _NAMES = (
     "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES", "LD_PRELOAD", "PYTHONOPTIMIZE",

@@ -189,14 +189,17 @@ def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path, round
 
 @pytest.mark.parametrize(
     ("held", "share"),
-    [("h0", "21 %"), ("h" + 29 * "0", "10 %")],  # of operators that compute, what calls them
+    [("h0", "21 %"), ("h" + 29 * "0", None)],  # these compute for most of the time
 )
 def test_rounds_that_need_one_another_promise_nothing_without_a_window(
-    tmp_path: Path, held: str, share: str
+    tmp_path: Path, held: str, share: str | None
 ) -> None:
     run = write_job(tmp_path / "run", period=38, held=held)
     verdict = diagnose(Analyzer(run.root))
     assert "many_small_operators" not in {a.explanation for a in judged(run.root).accounts}
+    if share is None:
+        assert "small operators" not in verdict.headline
+        return
     # 2 ms, and 4 of 13 parts of backward's 20
     said = f"about {share} of the step is small operators of a loop whose rounds need one another"
     assert said in verdict.headline

@@ -37,6 +37,7 @@ from tests.unit.diagnosis.stories import (
     write_samples,
     write_story,
 )
+from tests.unit.diagnosis.test_setting_rules import told
 
 PAGES = {"0": 500}
 WAITING: Stack = (
@@ -113,6 +114,22 @@ def test_a_worker_that_was_dealt_most_of_the_data_is_told(
     assert finding.gain is not None
     share = finding.gain.left_ns / finding.gain.step_ns
     assert share == pytest.approx(0.6 if said else 17.5 / 47.5, abs=0.03)
+
+
+@pytest.mark.parametrize(("inner", "said"), [
+    ("ZipFile._RealGetContents", "once in each worker"), ("ZipFile.read", "decode and tokenize"),
+])  # fmt: skip
+def test_workers_that_open_an_archive_for_each_sample_are_told_so(
+    root: Path, inner: str, said: str
+) -> None:
+    loader_story(root, 2, main=0.4, all_cores=2.3)
+    fetch = ("/site-packages/torch/utils/data/_utils/fetch.py", 9, "fetch")
+    stack = (fetch, ("/me/data.py", 3, "read"), ("/lib/python3.11/zipfile.py", 1420, inner))
+    samples = [(START_NS + i * 10 * NS_PER_MS, stack) for i in range(60)]
+    for worker in range(2):
+        path = RunPaths(root).rank(0).worker_stacks(worker)
+        write_stacks(path, samples, worker=worker, pid=9 + worker, libraries=["/lib/python3.11"])
+    assert said in find(judged(root), "dataloader_bound").remedy
 
 
 def test_workers_behind_one_lock_still_make_their_batches_without_it(root: Path) -> None:
@@ -363,6 +380,15 @@ def test_memory_creep(root: Path, rss: Callable[[float], float], fires: bool) ->
     write_story(root, lambda *_: BALANCED, steps=1200)
     write_memory(root, rss)
     assert ("memory_creep" in {f.rule for f in judged(root).findings}) is fires
+
+
+def test_memory_that_the_jobs_own_profiler_keeps_is_told_as_that(root: Path) -> None:
+    write_story(root, lambda *_: BALANCED, steps=800)
+    write_memory(root, lambda t: 1e9 + 5e7 * t)
+    told(root, seen={"profiler_count": 100})
+    creep = find(judged(root), "memory_creep")
+    assert "the job's own profiler keeps what it records" in creep.title
+    assert "torch.profiler.schedule" in creep.remedy
 
 
 def test_memory_that_each_step_keeps_creeps_also_where_steps_become_slower(root: Path) -> None:

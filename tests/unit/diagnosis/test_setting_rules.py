@@ -238,6 +238,10 @@ def full(**flags: Any) -> dict[str, Any]:
         (on_cpus, {"seen": PADDED | {"guessed_mask_count": 9}, "model": EMBEDS}, ("padding",)),
         (on_cpus, {"seen": PADDED | {"guessed_mask_count": 9}}, ()),
         (on_cpus, {"flags": {"tracemalloc": True}}, ("tracemalloc",)),
+        (on_cpus, {"variables": {"ATEN_CPU_CAPABILITY": "default"}}, ("costly_switches",)),
+        (on_cpus, {"variables": {"ATEN_CPU_CAPABILITY": "avx2"}}, ()),  # of AVX512: no slower
+        (on_cpus, {"variables": {"ONEDNN_MAX_CPU_ISA": "SSE41"}}, ("costly_switches",)),
+        (on_cpus, {"variables": {"ONEDNN_MAX_CPU_ISA": "ALL"}}, ()),
         (long_updates, {}, ("unfused_adam",)),
         (long_updates, {"optimizer": {"fused": True}}, ()),
         (long_updates, {"optimizer": {"name": "SGD"}}, ()),  # which gains nothing

@@ -865,6 +865,7 @@ def test_without_a_loader_what_precedes_forward_may_be_of_the_last_step(
         ("json.loads(row)", "0", "native code", "in another process, or not at all"),
         ("np.linalg.norm(row)", "0", "native code", "with whole tensors: (a == b).sum()"),
         ("row.eq(best).sum()", "0", "native code", "with whole tensors: (a == b).sum()"),
+        ("zipfile.ZipFile(row)", "0", "native code", "keep it open"),
         ("row * weight", "0", "arithmetic on tensors", "with whole tensors: (a == b).sum()"),
     ],
 )  # fmt: skip
@@ -1392,6 +1393,41 @@ def test_workers_lines_are_named_not_the_wait_for_them(root: Path, name: str) ->
     write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9)
     line = judged(root).findings[0].code_lines[0]
     assert (line.function, line.of, line.share) == ("load_image", "the workers' loading", 1.0)
+
+
+@pytest.mark.parametrize("inside", ["no_grad", "graph"])
+def test_a_metric_is_no_work_of_the_models_and_may_be_the_loss_where_it_has_a_graph(
+    root: Path, inside: str
+) -> None:
+    metric = (f"{SITE}/torchmetrics/metric.py", 300, "Metric.forward")
+    no_grad = (f"{SITE}/torch/utils/_contextlib.py", 9, "context.<locals>.decorate_context")
+    way = (SCRIPT, job(34, "main"), *[no_grad] * (inside == "no_grad"), MODULE, metric, MODULE)
+    write_sampled(root, lambda *_: (0.2, 10.0, 10.0, 2.0), {"other": (*way, LINEAR)}, after_ms=9.0)
+    found = next(f for f in judged(root).findings if f.rule == "outside_the_model")
+    assert "in torchmetrics.metric.Metric.forward" in found.title
+    assert "every N steps, or in evaluation" in found.remedy
+    assert found.gain is not None
+    assert found.gain.step_ns - found.gain.left_ns == pytest.approx(9e6, rel=0.15)
+    assert (found.severity == "info") == (inside == "graph")
+
+
+@pytest.mark.parametrize(("part", "said"), [(0.5, 0.5), (0.01, None)])
+def test_what_distributions_check_is_a_setting_with_its_price(
+    root: Path, part: float, said: float | None
+) -> None:
+    check = (f"{SITE}/torch/distributions/distribution.py", 60, "Distribution.__init__")
+    of_normal = (f"{SITE}/torch/distributions/normal.py", 60, "Normal.__init__")
+    stack = (SCRIPT, MAIN, MODULE, FORWARD, of_normal, check)
+    write_sampled(root, lambda *_: (0.2, 20.0, 10.0, 2.0),
+                  {"forward": every(round(1 / part), stack, "forward")}, lock="h")  # fmt: skip
+    told(root)
+    found = [f for f in judged(root).findings if f.rule == "distribution_checks"]
+    assert len(found) == (said is not None)
+    if said is not None:
+        assert found[0].gain is not None
+        gain = found[0].gain.step_ns - found[0].gain.left_ns
+        assert gain == pytest.approx(said * 20e6, rel=0.1)
+        assert "set_default_validate_args(False)" in found[0].remedy
 
 
 @pytest.mark.parametrize(("waiting", "input_ms", "worker", "title", "sure"), [
