@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from haiprof import Analyzer
+from haiprof.base.ledger import Ledger
 from haiprof.base.units import NS_PER_MS, NS_PER_S
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Finding, Verdict
@@ -127,6 +128,18 @@ def find(verdict: Verdict, rule: str) -> Finding:
     """The one finding of a rule."""
     (finding,) = [each for each in verdict.findings if each.rule == rule]
     return finding
+
+
+def ledger_of(verdict: Verdict) -> Ledger:
+    """The ledger of a run that has steps."""
+    assert verdict.ledger is not None
+    return verdict.ledger
+
+
+def saved_ns(finding: Finding) -> float:
+    """What the mean step is shorter by without it."""
+    assert finding.gain is not None
+    return finding.gain.step_ns - finding.gain.left_ns
 
 
 def note(root: Path, rank: int, /, **line: object) -> None:

@@ -15,7 +15,15 @@ from haiprof.diagnosis.job_time import BESIDE, FREE, NEITHER
 from haiprof.diagnosis.verdict import Finding, as_document
 from haiprof.run_analysis.run_frames import RunFrames
 from tests.unit.analysis.recorded import WALL_OFFSET_NS
-from tests.unit.diagnosis.stories import BALANCED, PhaseTimes, judged, note, write_story
+from tests.unit.diagnosis.stories import (
+    BALANCED,
+    PhaseTimes,
+    judged,
+    ledger_of,
+    note,
+    saved_ns,
+    write_story,
+)
 
 STEPS = 400
 LINE = {"begun_file": "/home/me/train.py", "begun_line": 88, "begun_function": "save"}
@@ -60,10 +68,9 @@ def test_steps_beside_a_save_are_an_account_with_its_line(tmp_path: Path) -> Non
     assert "2.0" in first.title.rpartition(": ")[2]  # two in five steps
     assert [line.location for line in first.code_lines] == ["train.py:88 save"]
     assert first.gain is not None
-    assert (first.gain.step_ns - first.gain.left_ns) / NS_PER_MS == pytest.approx(2.0, abs=0.15)
+    assert saved_ns(first) / NS_PER_MS == pytest.approx(2.0, abs=0.15)
     assert first.gain.low_ns < first.gain.left_ns < first.gain.high_ns
-    ledger = verdict.ledger
-    assert ledger is not None
+    ledger = ledger_of(verdict)
     assert abs(ledger.sum_error_ns) < 1
     (account,) = (a for a in ledger.accounts if a.explanation == "background_save")
     assert account.when == "in 160 of 382 steps, 5.00 ms" or account.when.startswith("in 1")

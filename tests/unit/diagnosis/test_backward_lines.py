@@ -21,7 +21,7 @@ from haiprof.trace_analysis.python_code import operator_lines
 from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
 from tests.unit.analysis.trace.shared import trace_of
-from tests.unit.diagnosis.stories import START_NS
+from tests.unit.diagnosis.stories import START_NS, ledger_of
 from tests.unit.diagnosis.tables import ENGINE, LINEAR, MAIN, MODULE, SCRIPT, SITE, STEP, job
 from tests.unit.diagnosis.test_ledger_adds_up import check_gains, check_sums
 from tests.unit.diagnosis.trace_stories import BLOCK, ENGINE_NODE, LOOP, window, write_window
@@ -70,8 +70,7 @@ def write_job(
 
 
 def judged(root: Path) -> Ledger:
-    ledger = diagnose(Analyzer(root)).ledger
-    assert ledger is not None
+    ledger = ledger_of(diagnose(Analyzer(root)))
     check_sums(ledger)
     check_gains(ledger)
     return ledger

@@ -23,7 +23,7 @@ from haiprof.show.flame import sampled_lines
 from tests.sampling import examples
 from tests.unit.analysis.recorded import KINDS, spans_from, write_rank, write_run
 from tests.unit.analysis.sampled import Stack, write_stacks
-from tests.unit.diagnosis.stories import START_NS
+from tests.unit.diagnosis.stories import START_NS, ledger_of
 from tests.unit.diagnosis.tables import (
     BARRIER,
     ENGINE,
@@ -152,9 +152,8 @@ def verdict_of(name: str) -> Verdict:
 @pytest.mark.parametrize("name", sorted(path.name for path in RUNS.iterdir() if path.is_dir()))
 def test_a_recorded_run_adds_up_from_start_to_end(name: str) -> None:
     verdict = verdict_of(name)
-    assert verdict.ledger is not None
-    check_sums(verdict.ledger)
-    check_gains(verdict.ledger)
+    check_sums(ledger_of(verdict))
+    check_gains(ledger_of(verdict))
     manifest = recorded(name).manifest()
     if manifest.end_wall_ns is not None:
         whole = manifest.end_wall_ns - manifest.start_wall_ns
@@ -165,8 +164,7 @@ def test_a_recorded_run_adds_up_from_start_to_end(name: str) -> None:
 def test_nothing_is_larger_than_what_it_is_a_part_of(name: str) -> None:
     """An account, its line and its gain, against the positions that they are said to be in."""
     verdict = verdict_of(name)
-    ledger = verdict.ledger
-    assert ledger is not None
+    ledger = ledger_of(verdict)
     for account in ledger.accounts:
         places = (account.position, *account.elsewhere)
         whole = sum(ledger.positions[place] for place in places)
@@ -190,8 +188,7 @@ def test_nothing_is_larger_than_what_it_is_a_part_of(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["json_after_optimizer", "garbage"])
 def test_lines_add_up_to_the_accounts_of_their_function(name: str) -> None:
-    ledger = verdict_of(name).ledger
-    assert ledger is not None
+    ledger = ledger_of(verdict_of(name))
     of_lines: dict[tuple[str | None, str], float] = {}
     for row in sampled_lines(recorded(name), None, None)[1].iter_rows(named=True):
         key = row["position"], written_in(row["function"])
@@ -249,7 +246,6 @@ def test_only_what_calls_torch_by_name_is_called_its_operators(
 
 def test_what_is_paid_at_every_nth_step_is_said_so_though_some_of_it_is_elsewhere() -> None:
     """The recorded job evaluates after every 50th step; what calls it is part of that account."""
-    ledger = verdict_of("evaluation_checkpoint").ledger
-    assert ledger is not None
+    ledger = ledger_of(verdict_of("evaluation_checkpoint"))
     (evaluation,) = [each for each in ledger.accounts if each.function == "evaluate"]
     assert evaluation.when.startswith("every 50th step, ")

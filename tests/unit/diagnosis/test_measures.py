@@ -15,7 +15,7 @@ from haiprof.diagnosis.rule_inputs import gather_inputs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import CGROUP, HOST
 from tests.unit.analysis.recorded import row_of, write_records
-from tests.unit.diagnosis.stories import START_NS, judged, write_story
+from tests.unit.diagnosis.stories import START_NS, judged, ledger_of, write_story
 
 
 @pytest.mark.parametrize("count", [8, 20, 60])
@@ -61,8 +61,7 @@ def test_idle_time_is_where_events_saw_it_and_as_long_as_the_counter_says(
 def test_host_code_gains_no_more_than_the_gpu_stands_still_on_the_mean(tmp_path: Path) -> None:
     """Its counter is 1 in three of four samples, so that its median says that it never does."""
     write_story(tmp_path / "run", lambda *_: (10.0, 5.0, 10.0, 2.0), gpu=lambda n: float(n % 4 > 0))
-    ledger = judged(tmp_path / "run").ledger
-    assert ledger is not None
+    ledger = ledger_of(judged(tmp_path / "run"))
     assert ledger.device_idle_ns == pytest.approx(0.25 * ledger.mean_ns, rel=0.1)
     (batches,) = (account for account in ledger.largest() if account.position == "input")
     assert batches.ns_per_step > 0.3 * ledger.mean_ns

@@ -26,9 +26,11 @@ from tests.unit.diagnosis.stories import (
     START_NS,
     counters,
     judged,
+    ledger_of,
     note,
     placed,
     report,
+    saved_ns,
     write_collectives,
     write_samples,
     write_story,
@@ -387,8 +389,8 @@ def test_gradients_that_no_optimizer_uses_gain_what_is_known_of_their_backward(
     if gain_ms is None:
         assert (found.gain, found.severity, len(found.missing)) == (None, "info", 1)
     else:
+        gain_ns = saved_ns(found)
         assert found.gain is not None
-        gain_ns = found.gain.step_ns - found.gain.left_ns
         assert gain_ns == pytest.approx(gain_ms * NS_PER_MS, rel=0.1)
         assert found.gain.step_ns - found.gain.high_ns < 0.8 * gain_ns, "it rests on forward"
         assert found.severity == "critical"
@@ -408,8 +410,7 @@ def test_what_runs_in_a_hook_is_not_charged_to_the_lines_that_it_interrupts(root
 
     write_samples(root, at, lock="h")
     found = {each.rule: each for each in judged(root).findings}
-    gains = {name: each.gain.step_ns - each.gain.left_ns
-             for name, each in found.items() if each.gain is not None}  # fmt: skip
+    gains = {name: saved_ns(each) for name, each in found.items() if each.gain is not None}
     assert gains["call_hook"] == pytest.approx(4 * NS_PER_MS, rel=0.1)
     assert gains["dataloader_bound"] == pytest.approx(4 * NS_PER_MS, rel=0.1)
     assert "train.py:13 Stats.__call__" in found["call_hook"].title
@@ -442,8 +443,7 @@ def test_accumulation_without_no_sync_is_told_before_the_link_and_nothing_is_pro
         write_samples(root, lambda *_: (SCRIPT, job(43, "main"), ENGINE), rank=rank)
     write_collectives(root, late_ms)
     found = {each.rule: each for each in judged(root).findings}
-    gains = {name: each.gain.step_ns - each.gain.left_ns
-             for name, each in found.items() if each.gain is not None}  # fmt: skip
+    gains = {name: saved_ns(each) for name, each in found.items() if each.gain is not None}
     assert gains.get("ddp_arguments", 0.0) == pytest.approx(spared_ms * NS_PER_MS, rel=0.1)
     left_ms = 9 - max(late_ms) - LINK_USUAL_NS / NS_PER_MS
     assert gains["link_bound"] == pytest.approx(left_ms * NS_PER_MS, rel=0.2), "of one exchange"
@@ -462,9 +462,7 @@ def test_a_forward_after_the_optimizer_of_a_batch_is_an_evaluation(root: Path) -
     ):
         run = write_run(root.with_name(name))
         write_rank(run, spans_from(repeated([*train, *more], 120)))
-        ledger = judged(run.root).ledger
-        assert ledger is not None
-        found = ledger.positions.get("evaluation", 0.0)
+        found = ledger_of(judged(run.root)).positions.get("evaluation", 0.0)
         assert found == pytest.approx(evaluation_ms * NS_PER_MS, rel=0.05)
 
 
@@ -641,7 +639,6 @@ def test_passes_that_exchange_nothing_wait_for_no_link(root: Path) -> None:
     for rank in range(2):
         write_samples(root, lambda *_: (SCRIPT, job(43, "main"), ENGINE), rank=rank)
     write_collectives(root, (3.0, 3.0), every=4)
-    ledger = judged(root).ledger
-    assert ledger is not None
+    ledger = ledger_of(judged(root))
     waits = sum(each.ns_per_step for each in ledger.accounts if each.activity == "wait: link")
     assert waits == pytest.approx(6 * NS_PER_MS, rel=0.1)

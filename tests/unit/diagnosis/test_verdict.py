@@ -45,11 +45,13 @@ from tests.unit.diagnosis.stories import (
     counters,
     find,
     judged,
+    ledger_of,
     note,
     placed,
     plain_steps,
     report,
     sample,
+    saved_ns,
     verdict_of,
     write_beside,
     write_collectives,
@@ -620,8 +622,7 @@ def test_a_large_loss_that_is_not_certain_is_not_nothing(root: Path) -> None:
     """Each step waits for batches, for so different times that it may be next to nothing."""
     stacks: Stacks = {"dataloader": (SCRIPT, job(39, "main"), LOAD)}
     write_sampled(root, lambda *_: (10.0, 5.0, 5.0, 1.0), stacks, "h")
-    ledger = judged(root).ledger
-    assert ledger is not None
+    ledger = ledger_of(judged(root))
     (place,) = (at for at, each in enumerate(ledger.accounts) if each.line == 12)
     unsure = replace(ledger.accounts[place], gain_low_ns=0.0)
     accounts = (*ledger.accounts[:place], unsure, *ledger.accounts[place + 1 :])
@@ -686,9 +687,8 @@ def test_what_takes_somewhat_longer_on_a_straggler_is_in_its_account(root: Path)
 
     write_sampled(root, times, stacks, lock="h", ranks=2, noise=0.0)
     first, late = judged(root).findings[:2]
-    assert first.gain is not None
     assert first.code_lines[0].function == "log"
-    assert (first.gain.step_ns - first.gain.left_ns) / NS_PER_MS == pytest.approx(12, abs=1)
+    assert saved_ns(first) / NS_PER_MS == pytest.approx(12, abs=1)
     assert late.title.startswith("rank 1 is a straggler: 2.0")
 
 
@@ -717,10 +717,8 @@ def test_what_runs_for_a_settings_sake_alone_is_its_cost_and_no_other_finding(ro
     told(root, seen={"anomaly_count": 100})
     verdict = judged(root)
     found = {each.rule: each for each in verdict.findings if each.gain is not None}
-    gain = found["anomaly_detection"].gain
-    assert gain is not None
     half = (verdict.split["forward"] or 0.0) / 2
-    assert gain.step_ns - gain.left_ns == pytest.approx(half, rel=0.1)
+    assert saved_ns(found["anomaly_detection"]) == pytest.approx(half, rel=0.1)
     assert "forward_bound" not in found
 
 
@@ -731,10 +729,8 @@ def test_tracemalloc_makes_python_slow_and_not_the_line_that_it_is_in(root: Path
     verdict = judged(root)
     first, second = verdict.findings[:2]
     assert (first.rule, second.rule) == ("tracemalloc", "dataloader_bound")
-    assert first.gain is not None
-    assert first.gain.step_ns - first.gain.left_ns == pytest.approx(0.9 * 20e6, rel=0.1)
-    assert second.gain is not None
-    assert second.gain.step_ns - second.gain.left_ns == pytest.approx(0.1 * 20e6, rel=0.1)
+    assert saved_ns(first) == pytest.approx(0.9 * 20e6, rel=0.1)
+    assert saved_ns(second) == pytest.approx(0.1 * 20e6, rel=0.1)
 
 
 @pytest.mark.parametrize(("lock", "said"), [("h0", True), ("h" + 99 * "0", False)])
@@ -752,11 +748,8 @@ def test_a_function_of_autograds_that_calls_small_operators_is_an_opportunity(
     assert verdict.headline.startswith(named) == said
     assert verdict.headline.startswith("nothing stands out: ") != said
     if said:
-        (found,) = (each for each in verdict.findings if each.rule == "many_small_operators")
-        assert found.gain is not None
-        assert found.gain.step_ns - found.gain.left_ns == pytest.approx(
-            (verdict.split["backward"] or 0.0) / 3, rel=0.1
-        )
+        found, backward_ns = find(verdict, "many_small_operators"), verdict.split["backward"] or 0.0
+        assert saved_ns(found) == pytest.approx(backward_ns / 3, rel=0.1)
         assert "without the loop" in found.remedy
 
 
@@ -784,10 +777,10 @@ def test_collections_are_of_the_line_that_makes_the_objects_where_its_work_is_lo
     own = USUAL | dict.fromkeys(("other", "gc"), (SCRIPT, MAIN, LOG))
     write_samples(root, lambda phase, _: own[phase], lock="h")
     verdict = judged(root)
-    assert verdict.ledger is not None
-    assert verdict.ledger.sum_error_ns == pytest.approx(0, abs=1)
+    ledger = ledger_of(verdict)
+    assert ledger.sum_error_ns == pytest.approx(0, abs=1)
     found = {each.rule: each for each in verdict.findings}
-    rows = verdict.ledger.largest()
+    rows = ledger.largest()
     ms = {each.rule: rows[n].gain_ns / NS_PER_MS for n, each in enumerate(verdict.findings)}
     if own_ms > pause_ms:
         title = found["outside_the_model"].title
@@ -1135,7 +1128,7 @@ def test_threads_of_ranks_beyond_their_cores_are_a_problem_that_a_setting_remove
     for rank in range(2):
         told(root, rank)
         report(root, rank, operator_threads=threads)
-    found = next(each for each in judged(root).findings if each.rule == "shared_cores")
+    found = find(judged(root), "shared_cores")
     assert found.severity == severity
     assert ("OMP_NUM_THREADS=1, or" in found.remedy) == (threads > 1)
     assert ("with 16 threads" in found.title) == (threads > 1)
@@ -1280,9 +1273,7 @@ def test_fused_saves_of_adams_update_alone(root: Path) -> None:
 
         write_sampled(path, lambda *_: (0.2, 5.0, 10.0, 30.0), {"optimizer": update})
         told(path)
-        (found,) = (each for each in judged(path).findings if each.rule == "unfused_adam")
-        assert found.gain is not None
-        gains.append(found.gain.step_ns - found.gain.left_ns)
+        gains.append(saved_ns(find(judged(path), "unfused_adam")))
     assert gains[1] == pytest.approx(gains[0] / 4, rel=0.2)
 
 
@@ -1449,7 +1440,7 @@ def test_batches_of_many_tensors_are_received_not_waited_for(
     samples = [(START_NS + 20_000_000 * (i + 10), worker or (MAIN,)) for i in range(60)]
     write_stacks(RunPaths(root).rank(0).worker_stacks(0), samples, worker=0, pid=9,
                  waits=[not worker] * 60, other=(FEED,))  # fmt: skip
-    (found,) = (each for each in judged(root).findings if each.rule == "dataloader_bound")
+    found = find(judged(root), "dataloader_bound")
     assert title in found.title
     assert (found.severity != "info") == sure
     assert ("collate_fn" in found.remedy) == ("receives" in title)
@@ -1469,9 +1460,7 @@ def test_rank_that_was_killed_before_its_samples_were_written_is_as_the_others(
     first = verdict.findings[0]
     assert "wait_for_quota" in first.title
     assert "alone" not in first.title
-    assert verdict.ledger is not None
-    assert whole.ledger is not None
-    gains = [each.accounts[0].gain_ns for each in (whole.ledger, verdict.ledger)]
+    gains = [ledger_of(each).accounts[0].gain_ns for each in (whole, verdict)]
     assert gains[1] == pytest.approx(gains[0], rel=0.1)
 
 
