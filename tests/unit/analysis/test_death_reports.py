@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from haiprof.cli import main
 from haiprof.run_analysis.before_death import GpuMemoryAtEnd
 from haiprof.run_analysis.collectives import judge_dumps
 from haiprof.run_analysis.gpu_memory import GpuOutOfMemory, parse_torch_message
@@ -19,6 +18,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.writer import LineWriter, write_json
 from tests.fake_nccl_files import COMM_HASH, profiler
+from tests.unit import Run
 from tests.unit.analysis.test_deaths import T0, Job, S, found
 
 
@@ -87,61 +87,50 @@ def test_profiler_plugin_of_nccl_names_who_did_not_join_without_dumps(
 
 
 def test_exit_report_is_markdown_with_cause_line_and_every_rank(
-    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Job, tmp_path: Path, run: Run
 ) -> None:
     job.died(1, 0, "RuntimeError", "shape mismatch")
     for rank in (0, 2):
         job.over(rank, 3, number=15)
     ticket = tmp_path / "ticket.md"
-    assert main(["verdict", str(job.run.root), "--exit-report", str(ticket)]) == 0
+    said = run("verdict", job.run.root, "--exit-report", ticket).err
     text = ticket.read_text()
     assert "rank 1 died first: RuntimeError: shape mismatch (train.py:88" in text
     assert "goodput" in text, "it ran for an hour"
     assert text.startswith("#")
     assert text.count("| ") >= 3, "a row per rank"
-    assert str(ticket) in capsys.readouterr().err
-    assert main(["verdict", str(job.run.root), "--exit-report", "-"]) == 0
-    assert capsys.readouterr().out == text
+    assert str(ticket) in said
+    assert run("verdict", job.run.root, "--exit-report", "-").out == text
 
 
-def test_exit_status_is_said_once_below_the_state_of_the_run(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_status_is_said_once_below_the_state_of_the_run(job: Job, run: Run) -> None:
     job.raised(1, 0, "SystemExit", "7", how="exit_call")
     job.over(1, 0, status=7, stderr=["budget used up, requeue me"])
     job.ended(7)
-    assert main(["verdict", str(job.run.root)]) == 0
-    _, _, below = capsys.readouterr().out.partition("ended, exit 7")
+    _, _, below = run("verdict", job.run.root).out.partition("ended, exit 7")
     assert "budget used up, requeue me" in below
     assert f" {time.strftime('%Z')} " in below, "the time zone of its end"
     assert below.count("status 7") == 1
     assert below.count("exited") == 1
 
 
-def test_share_of_time_is_not_told_of_a_job_that_died_at_once(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_share_of_time_is_not_told_of_a_job_that_died_at_once(job: Job, run: Run) -> None:
     job.died(1, 0, "RuntimeError", "shape mismatch")
     manifest = read_manifest(job.run)
     write_manifest(job.run, replace(manifest, end_wall_ns=T0 + 9 * S))
-    assert main(["verdict", str(job.run.root)]) == 0
-    shown = capsys.readouterr().out
+    shown = run("verdict", job.run.root).out
     assert "goodput" not in shown
     assert "no checkpoint was seen: a restart repeats up to 3 steps" in " ".join(shown.split())
 
 
-def test_list_says_in_a_word_how_each_run_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_says_in_a_word_how_each_run_ended(tmp_path: Path, run: Run) -> None:
     failed, killed = Job(tmp_path / "a-failed"), Job(tmp_path / "b-killed")
     failed.died(1, 0, "RuntimeError", "shape mismatch")
     killed.over(1, 0, number=9)
-    assert main(["list", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("list", tmp_path).out.splitlines()
     assert any("a-failed" in line and "exception" in line for line in lines)
     assert any("b-killed" in line and "killed" in line for line in lines)
-    assert main(["list", str(tmp_path), "--json"]) == 0
-    json.loads(capsys.readouterr().out)
+    assert run("list", tmp_path, "--json").data
 
 
 GIB = 1 << 30
@@ -366,10 +355,9 @@ def test_rank_without_a_dump_and_a_send_that_waits_are_notes(tmp_path: Path) -> 
     )
 
 
-def test_dumps_that_torch_wrote_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_that_torch_wrote_are_judged(run: Run) -> None:
     files = [str(DUMPS / f"gloo_{rank}.pickle") for rank in (0, 1)]
-    assert main(["trace", "flight-recorder", *files]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = run("trace", "flight-recorder", *files).said
     assert said.startswith("rank 1 has not come to all_reduce 8 of group default_pg")
     assert "barrier 7 at train.py:23 in step" in said
 
@@ -384,12 +372,11 @@ def test_dumps_that_torch_wrote_are_judged(capsys: pytest.CaptureFixture[str]) -
     (pickle.dumps({"segments": []}), "it has no entries"),
 ])  # fmt: skip
 def test_what_is_no_dump_is_one_error_with_its_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, said: str
+    tmp_path: Path, run: Run, content: bytes, said: str
 ) -> None:
     path = tmp_path / "rank_0"
     path.write_bytes(content)
-    assert main(["trace", "flight-recorder", str(path)]) != 0
-    error = capsys.readouterr().err
+    error = run("trace", "flight-recorder", path, status=5).err
     assert str(path) in error
     assert said in error
     assert "internal error" not in error
@@ -404,12 +391,11 @@ def test_truncated_dump_beside_whole_ones_is_a_note(tmp_path: Path) -> None:
     assert found.ranks == (0, 2)
 
 
-@pytest.mark.parametrize("names", [("a_1", "b_1"), ("dump",), ()])
+@pytest.mark.parametrize(("names", "status"), [(("a_1", "b_1"), 4), (("dump",), 4), ((), 5)])
 def test_files_that_cannot_be_ranks_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...]
+    tmp_path: Path, run: Run, names: tuple[str, ...], status: int
 ) -> None:
     for name in names:
         (tmp_path / name).write_bytes(b"{}")
     words = [str(tmp_path / name) for name in names] or [str(tmp_path)]
-    assert main(["trace", "flight-recorder", *words]) != 0
-    assert str(tmp_path) in capsys.readouterr().err
+    assert str(tmp_path) in run("trace", "flight-recorder", *words, status=status).err

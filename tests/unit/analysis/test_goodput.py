@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from rich.console import Console
 
 from haiprof.base.intervals import union
 from haiprof.base.ledger import POSITIONS
-from haiprof.cli import main
 from haiprof.diagnosis.restart_advice import runs_of_job
 from haiprof.run_analysis.restarts import (
     ACCOUNTS,
@@ -37,6 +35,7 @@ from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.show.text import moment_text
 from haiprof.show.views.deaths import goodput_text, goodput_view
 from tests.sampling import examples
+from tests.unit import Run
 
 S = 1_000_000_000
 FORWARD, INPUT = POSITIONS.index("forward"), POSITIONS.index("input")
@@ -308,22 +307,17 @@ def test_runs_of_one_job_are_joined(
     assert [path.name for path in found] == [f"job-{place}" for place in joined]
 
 
-def test_command_says_what_it_joined_in_every_form(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_says_what_it_joined_in_every_form(tmp_path: Path, run: Run) -> None:
     for place in range(3):
         write(tmp_path, f"job-{place}", 100 + 10 * place)
-    assert main(["goodput", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = run("goodput", tmp_path).out
     assert "3 runs joined: the same command in the same folder" in shown
     assert "in none of these: 0 ns" in shown
-    assert main(["goodput", str(tmp_path / "job-1"), "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = run("goodput", tmp_path / "job-1", "--json").data
     assert (data["schema"], data["wall_ns"], data["residual_ns"]) == (
         "haiprof.goodput.1", 25 * S, 0,
     )  # fmt: skip
     assert (data["accounts"]["queue"], data["accounts"]["unknown"]) == (10 * S, 15 * S)
-    assert main(["goodput", str(tmp_path / "job-0"), str(tmp_path / "job-2"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["accounts"]["queue"] == 15 * S
-    assert main(["goodput", str(tmp_path), "--format", "markdown"]) == 0
-    assert "| queue | 10.0 s | 40 % |" in capsys.readouterr().out
+    data = run("goodput", tmp_path / "job-0", tmp_path / "job-2", "--json").data
+    assert data["accounts"]["queue"] == 15 * S
+    assert "| queue | 10.0 s | 40 % |" in run("goodput", tmp_path, "--format", "markdown").out

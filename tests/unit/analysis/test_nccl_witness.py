@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.cli import main
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import as_document
 from haiprof.live.standstill import RankState, file_suspects
@@ -22,6 +21,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.summary import overview_summary
 from haiprof.trace_format.nccl_files import read_nccl_file
 from tests import fake_nccl_files as nccl
+from tests.unit import Run
 from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_run
 
 STATES = [
@@ -313,9 +313,7 @@ def test_rank_that_did_not_join_is_a_suspect_without_the_flight_recorder(
     )
 
 
-def test_verdict_and_overview_have_them_as_json_and_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verdict_and_overview_have_them_as_json_and_text(tmp_path: Path, run: Run) -> None:
     root = inspected(tmp_path, {
         log(rank): nccl.inspector_of(rank, 41, gbs=200.0 - 150 * (rank == 2)) for rank in range(4)
     })  # fmt: skip
@@ -331,32 +329,24 @@ def test_verdict_and_overview_have_them_as_json_and_text(
         ]
     }  # fmt: skip
     for command in (["verdict"], ["verdict", "--all"], ["overview"]):
-        assert main([*command, str(root)]) == 0
-        said = " ".join(capsys.readouterr().out.replace("│", "").split())
+        said = " ".join(run(*command, root).out.replace("│", "").split())
         assert "rank 2, 25 % of the others' median" in said
 
 
-def test_folder_is_judged_by_hand_without_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_is_judged_by_hand_without_a_run(tmp_path: Path, run: Run) -> None:
     for rank in range(4):
         (tmp_path / log(rank)).write_text(nccl.inspector_of(rank, 41 - (rank == 2)))
     (tmp_path / "node0-pid9.log").write_text(nccl.inspector_of(0, 1, version="v9.9"))
-    assert main(["trace", "flight-recorder", str(tmp_path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = run("trace", "flight-recorder", tmp_path).said
     assert said.startswith("rank 2: its last AllReduce that has ended is number 40, others' 41")
     assert "version 'v9.9' of NCCL's Inspector is not known" in said
-    assert main(["trace", "flight-recorder", "--json", str(tmp_path)]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found: dict[str, Any] = run("trace", "flight-recorder", "--json", tmp_path).data
     assert found["ranks"] == [2]
     assert [row["sequence"] for row in found["collectives"]] == [41, 41, 40, 41]
     (tmp_path / "empty").mkdir()
-    assert main(["trace", "flight-recorder", str(tmp_path / "empty")]) != 0
-    assert str(tmp_path / "empty") in capsys.readouterr().err
-    assert main(["trace", "flight-recorder", str(tmp_path / "rank_0")]) == 4
-    assert f"{tmp_path}/rank_0: no such file or folder" in capsys.readouterr().err
-    assert main(["trace", "flight-recorder", str(tmp_path / "nope")]) == 4
-    assert f"{tmp_path}/nope: no such file or folder" in capsys.readouterr().err
+    for name, status, why in (("empty", 5, ""), ("rank_0", 4, "no such"), ("nope", 4, "no such")):
+        error = run("trace", "flight-recorder", tmp_path / name, status=status).err
+        assert f"{tmp_path}/{name}: {why}" in error
 
 
 def test_ranks_that_write_at_other_moments_while_job_moves_are_not_behind(tmp_path: Path) -> None:

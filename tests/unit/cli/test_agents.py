@@ -17,7 +17,7 @@ from haiprof.cli.command_line import Opt
 from haiprof.cli.mcp import fit_answer, in_ms
 from haiprof.cli.names import resolve
 from haiprof.cli.skill import SKILL
-from tests.unit.cli import Run
+from tests.unit import Run
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
 
@@ -112,9 +112,7 @@ def test_lines_take_a_rank_beside_the_run(log_dir: Path, run: Run) -> None:
     named = run("verdict", "lines", path, "--rank", "1", "--json").out
     for words in (["lines", path, "1"], ["lines", "1", path], [path, "lines", "1"]):
         assert run("verdict", *words, "--json").out == named
-    ran = run("verdict", "lines", path, "7")
-    assert ran.status == 5
+    ran = run("verdict", "lines", path, "7", status=5)
     assert "the run has no rank 7" in ran.err
-    ran = run("verdict", "lines", log_dir / "two_ranks", "--rank", "7")
-    assert ran.status == 5
+    ran = run("verdict", "lines", log_dir / "two_ranks", "--rank", "7", status=5)
     assert "the run has no rank 7" in ran.err

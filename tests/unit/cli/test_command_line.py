@@ -13,7 +13,7 @@ from haiprof.base.errors import UsageError
 from haiprof.cli.app import command_parameters
 from haiprof.cli.command_line import argument, option, own_words, parameters_of, read_arguments
 from haiprof.cli.names import COMMANDS, resolve
-from tests.unit.cli import Run
+from tests.unit import Run
 
 
 def example(
@@ -101,8 +101,7 @@ def test_command_line_that_does_not_fit_is_one_clear_error(line: str, said: str,
 
 
 def test_a_mistyped_second_word_is_no_argument(run: Run) -> None:
-    refused = run("verdict", "line", "a-run")
-    assert refused.status == 2
+    refused = run("verdict", "line", "a-run", status=2)
     assert "did you mean haiprof verdict lines?" in refused.err
 
 
@@ -161,7 +160,6 @@ def test_a_mistyped_second_word_alone_is_no_name_of_a_job(
     word: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = run("verdict", word)
-    assert refused.status == 3
+    refused = run("verdict", word, status=3)
     assert hint in refused.err
     assert ("did you mean haiprof verdict" in refused.err) is hint.endswith("?")

@@ -16,8 +16,8 @@ from haiprof.cli.shared import the_job
 from haiprof.live.find import RunningJob
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
+from tests.unit import Run
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
-from tests.unit.cli import Run
 
 STEPS = 40
 
@@ -45,7 +45,6 @@ def test_the_next_command_can_be_copied_though_a_folder_has_a_space(
 ) -> None:
     moved = job.root.rename(tmp_path / "my job")
     ran = run(command, tmp_path if command == "ls" else moved)
-    assert ran.status == 0
     assert f"'{moved}'" in ran.out + ran.err or f"'{moved.name}'" in ran.out + ran.err
 
 
@@ -74,10 +73,11 @@ def test_run_goes_by_as_much_of_its_name_as_tells_it(
     job.root.rename(tmp_path / "logs" / "job-1")
     (tmp_path / "train.py").write_text("")  # a file is no run
     monkeypatch.setenv("HAIPROF_LOG_DIR", "logs")
-    ran = run("verdict", "overview", named, "--json")
-    is_found = (tmp_path / "logs" / meant).exists()
-    assert ran.data["run"]["path"].endswith(f"logs/{meant}") if is_found else ran.status == 3
-    assert is_found or meant in ran.err
+    if (tmp_path / "logs" / meant).exists():
+        found = run("verdict", "overview", named, "--json").data
+        assert found["run"]["path"].endswith(f"logs/{meant}")
+    else:
+        assert meant in run("verdict", "overview", named, "--json", status=3).err
     assert "train-2026\n" in run("ls").out, "no name is cut where no terminal is"
 
 
@@ -85,13 +85,13 @@ def test_script_of_a_running_job_is_its_name(
     job: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     (tmp_path / "train.py").write_text("")
-    assert "train.py: a file, where a run directory is expected" in run("verdict", "train.py").err
+    refused = run("verdict", "train.py", status=3)
+    assert "train.py: a file, where a run directory is expected" in refused.err
     for folder, status in (("elsewhere", 3), (str(tmp_path), 0)):
         manifest = replace(read_manifest(job), command=["python", "train.py"], cwd=folder)
         found = RunningJob(run=job, manifest=manifest)
         monkeypatch.setattr("haiprof.cli.shared.the_job", lambda *_, found=found, **__: found)
-        ran = run("verdict", "train.py", "--json")
-        assert ran.status == status
+        ran = run("verdict", "train.py", "--json", status=status)
     assert ran.data["run"].endswith("job-1")
 
 
@@ -214,13 +214,11 @@ def test_missing_packages_are_named_with_their_extra(
     job: RunPaths, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    ran = run("scalars", job.root)
-    assert ran.status == 6
+    ran = run("scalars", job.root, status=6)
     assert "pip install 'haiprof[tensorboard]'" in ran.err
     monkeypatch.delitem(sys.modules, "haiprof.show.page.server", raising=False)
     monkeypatch.setitem(sys.modules, "werkzeug.wrappers", None)
-    ran = run("report", "--serve", job.root, "--no-browser")
-    assert ran.status == 6
+    ran = run("report", "--serve", job.root, "--no-browser", status=6)
     assert "pip install 'haiprof[view]'" in ran.err
 
 
@@ -245,11 +243,8 @@ def test_job_that_is_not_named_is_told_and_of_several_one_must_be_named(
 
 
 def test_live_list_takes_a_log_directory(job: RunPaths, run: Run) -> None:
-    ran = run("ls", job.root.parent, "--live", "--once")
-    assert (ran.status, ran.err) == (0, "")
-    ran = run("ls", "--liv")
-    assert ran.status == 2
-    assert "did you mean --live?" in ran.err
+    assert run("ls", job.root.parent, "--live", "--once").err == ""
+    assert "did you mean --live?" in run("ls", "--liv", status=2).err
 
 
 def test_a_folder_of_log_directories_names_them(tmp_path: Path, run: Run) -> None:
@@ -258,9 +253,7 @@ def test_a_folder_of_log_directories_names_them(tmp_path: Path, run: Run) -> Non
     shown = "".join(run("ls", tmp_path / "jobs").out.split())
     for folder in ("logs-a", "old/logs-b"):
         assert f"{tmp_path}/jobs/{folder}" in shown
-    ran = run("verdict", tmp_path / "jobs")
-    assert ran.status != 0
-    assert "logs-a" in ran.err
+    assert "logs-a" in run("verdict", tmp_path / "jobs", status=3).err
     (tmp_path / "empty").mkdir()
     assert "record one" in run("ls", tmp_path / "empty").out
 
@@ -271,7 +264,7 @@ def test_a_process_without_haiprof_is_told_from_one_that_does_not_run(
 ) -> None:
     monkeypatch.setenv("HAIPROF_LOG_DIR", str(tmp_path))
     monkeypatch.setattr("haiprof.live.find._run_of_process", lambda *_, **__: None)
-    ran = run(command, str(os.getpid()))
+    ran = run(command, os.getpid(), status=3)
     assert f"process {os.getpid()} runs, but haiprof does not record it" in ran.err
     assert f"hint: haiprof attach {os.getpid()}" in ran.err
-    assert "no running job '4194305'" in run(command, "4194305").err
+    assert "no running job '4194305'" in run(command, "4194305", status=3).err

@@ -13,9 +13,9 @@ from haiprof.base.errors import UsageError
 from haiprof.cli.compare import parse_runs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest, write_manifest
+from tests.unit import Run
 from tests.unit.analysis.recorded import write_run
 from tests.unit.analysis.test_compare import write
-from tests.unit.cli import Run
 
 SLOWER, UNDECIDED = 10, 5
 
@@ -34,31 +34,27 @@ def before(tmp_path: Path) -> Path:
 
 def test_slower_run_fails_the_build_and_says_why(tmp_path: Path, before: Path, run: Run) -> None:
     after = write(tmp_path, "after", seed=2, data_ms=7.0, second=2)
-    status, out, err = run("compare", before, after, "--fail-if-slower", "5%")
-    assert status == SLOWER
+    _, out, err = run("compare", before, after, "--fail-if-slower", "5%", status=SLOWER)
     first = out.splitlines()[0]
     assert "% more time (" in first
     assert re.search(r"input \(\+(2.99|3.0\d) ms", first)
     assert "slower than 5.0 %: exit status 10" in err
     assert "if that is meant" not in err  # a baseline that was named is taken again
-    assert run("compare", before, after)[0] == 0
-    assert run("compare", before, after, "--fail-if-slower", "50%")[0] == 0
+    run("compare", before, after)
+    run("compare", before, after, "--fail-if-slower", "50%")
 
 
 def test_equal_runs_pass(tmp_path: Path, before: Path, run: Run) -> None:
     after = write(tmp_path, "after", seed=3)
-    status, out, _ = run("compare", before, after, "--fail-if-slower", "5%")
-    assert status == 0
+    out = run("compare", before, after, "--fail-if-slower", "5%").out
     assert out.startswith("no difference above")
-    status, _, err = run("compare", before, after, "--fail-if-slower", "0.1%")
-    assert status == UNDECIDED
+    err = run("compare", before, after, "--fail-if-slower", "0.1%", status=UNDECIDED).err
     assert "beyond the limit" in err
 
 
 def test_too_few_steps_cannot_be_judged(tmp_path: Path, before: Path, run: Run) -> None:
     after = write(tmp_path, "after", seed=3, step_count=15)
-    status, out, err = run("compare", before, after, "--fail-if-slower", "5%")
-    assert status == UNDECIDED
+    _, out, err = run("compare", before, after, "--fail-if-slower", "5%", status=UNDECIDED)
     assert out.startswith("cannot be evaluated")
     assert "steps after warm-up" in err
     assert "a longer --time" in err
@@ -68,9 +64,8 @@ def test_json_is_all_that_stdout_gets_and_holds_the_verdict(
     tmp_path: Path, before: Path, run: Run
 ) -> None:
     after = write(tmp_path, "after", seed=2, data_ms=7.0)
-    status, out, _ = run("compare", before, after, "--json", "--fail-if-slower", "5%")
+    out = run("compare", before, after, "--json", "--fail-if-slower", "5%", status=SLOWER).out
     found = json.loads(out)
-    assert status == SLOWER
     assert found["verdict"]["state"] == "slower"
     assert found["step_time"]["low_ratio"] > 1.05
     assert found["version"] == 2
@@ -84,12 +79,10 @@ def test_json_is_all_that_stdout_gets_and_holds_the_verdict(
 def test_slower_run_is_not_the_next_ones_baseline(tmp_path: Path, before: Path, run: Run) -> None:
     slow = write(tmp_path, "slow", seed=2, data_ms=7.0, second=2)
     words = ("--baseline", "last-good", "--fail-if-slower", "5%")
-    status, _, err = run("compare", slow, *words)
-    assert status == SLOWER
+    err = run("compare", slow, *words, status=SLOWER).err
     assert f"remove {slow}/report/compare.json" in err
     again = write(tmp_path, "again", seed=4, data_ms=7.0, second=3)
-    status, out, _ = run("compare", again, *words)
-    assert status == SLOWER
+    out = run("compare", again, *words, status=SLOWER).out
     assert str(before) in out.replace("\n", "")
     assert "slow was itself found slower" in " ".join(out.split())
 
@@ -104,7 +97,7 @@ def test_code_and_surroundings_that_differ_are_shown(
     manifest = read_manifest(RunPaths(before))
     known = {"git": {"root": "/x", "commit": "a" * 40, "branch": "main"}}
     write_manifest(RunPaths(before), Manifest(**{**vars(manifest), "environment": known}))
-    _, out, _ = run("compare", before, after)
+    out = run("compare", before, after).out
     assert "--workers 0" in out
     assert "a" * 12 in out
     assert "b" * 12 in out
@@ -115,15 +108,12 @@ def test_run_without_steps_and_missing_runs_are_one_line(
     tmp_path: Path, before: Path, run: Run
 ) -> None:
     empty = write_run(tmp_path / "empty").root
-    status, out, _ = run("compare", before, empty)
-    assert status == 0
+    out = run("compare", before, empty).out
     assert out.startswith("cannot be evaluated")
-    assert run("compare", before, empty, "--fail-if-slower", "5%")[0] == UNDECIDED
-    status, _, err = run("compare", before, tmp_path / "nowhere")
-    assert status == 3
+    run("compare", before, empty, "--fail-if-slower", "5%", status=UNDECIDED)
+    err = run("compare", before, tmp_path / "nowhere", status=3).err
     assert "nowhere" in err
-    status, _, err = run("compare", tmp_path / "neither", tmp_path / "nor")
-    assert status == 3
+    err = run("compare", tmp_path / "neither", tmp_path / "nor", status=3).err
     assert all(f"{name}: no such run" in err for name in ("neither", "nor"))
 
 
@@ -140,8 +130,7 @@ def test_run_left_out_is_the_newest_of_the_log_directory(
     for number in (1, 2):
         write(log_dir, f"run-{number}", seed=number, second=number)
     monkeypatch.chdir(tmp_path)
-    status, out, _ = run("compare", "--baseline", "last-good", "--fail-if-slower", "5%")
-    assert status == 0
+    out = run("compare", "--baseline", "last-good", "--fail-if-slower", "5%").out
     assert "run-1" in out
     assert "run-2" in out
 
@@ -149,15 +138,11 @@ def test_run_left_out_is_the_newest_of_the_log_directory(
 def test_run_against_itself_and_limits_that_look_like_ratios_are_refused(
     before: Path, run: Run, tmp_path: Path
 ) -> None:
-    status, _, err = run("compare", before, before)
-    assert status == 2
+    err = run("compare", before, before, status=2).err
     assert "compared with itself" in err
-    status, _, err = run("compare", before, before, "--fail-if-slower", "0.05")
-    assert status == 2
+    err = run("compare", before, before, "--fail-if-slower", "0.05", status=2).err
     assert "hint: --fail-if-slower 5%" in err
-    status, _, err = run("compare", before, "--baseline", "last-good")
-    assert status == UNDECIDED
+    err = run("compare", before, "--baseline", "last-good", status=UNDECIDED).err
     assert "the first run has none" in err
-    status, _, err = run("compare", before, "--baseline", "last-bad")
-    assert status == 3
+    err = run("compare", before, "--baseline", "last-bad", status=3).err
     assert "last-good" in err

@@ -14,6 +14,7 @@ import haiprof
 from haiprof.cli import main
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import HOST
+from tests.unit import Run
 from tests.unit.analysis.recorded import (
     CLOCK,
     row_of,
@@ -22,7 +23,6 @@ from tests.unit.analysis.recorded import (
     write_records,
     write_run,
 )
-from tests.unit.cli import Run
 
 SAMPLES = 5
 
@@ -103,8 +103,7 @@ def test_what_does_not_go_together_is_refused(
 def test_file_is_kept_without_force(job: RunPaths, run: Run) -> None:
     path = Path("out.csv")
     path.write_text("mine")
-    ran = run("export", "-o", path)
-    assert ran.status == 2
+    ran = run("export", "-o", path, status=2)
     assert "--force" in ran.err
     assert path.read_text() == "mine"
     assert main(["export", "-o", str(path), "--force"]) == 0
@@ -123,8 +122,7 @@ def test_damage_is_told_on_stderr(job: RunPaths, capfd: pytest.CaptureFixture[st
     [("tensorboard", "--to scalars"), ("perfetto", "--to merged -o FILE"), ("scalars", "--to csv")],
 )
 def test_form_that_writes_no_file_names_the_one_that_does(form: str, other: str, run: Run) -> None:
-    ran = run("export", "--to", form, "-o", "it")
-    assert ran.status == 2
+    ran = run("export", "--to", form, "-o", "it", status=2)
     assert f"haiprof export {other}" in ran.err
 
 

@@ -15,7 +15,7 @@ from haiprof.cli import main
 from haiprof.cli.app import command_function
 from haiprof.cli.launch_help import SHELLS, completion_script
 from haiprof.cli.names import COMMANDS, GROUPS, OTHER_NAMES
-from tests.unit.cli import Run
+from tests.unit import Run
 from tests.unit.cli.test_kept_answers import STEPS, ended_run
 
 TRACE = {
@@ -69,8 +69,7 @@ def test_list_takes_log_dir(logs: Path, run: Run) -> None:
 
 def test_run_without_traces_says_how_to_record_some(logs: Path, run: Run) -> None:
     shutil.rmtree(logs / "job-1" / "traces")
-    ran = run("trace-report", logs)
-    assert ran.status == 4
+    ran = run("trace-report", logs, status=4)
     assert "haiprof --trace" in ran.err
 
 

@@ -14,6 +14,7 @@ from haiprof.cli.shared import parse_steps
 from haiprof.trace_analysis import report as report_module
 from haiprof.trace_analysis.report import SECTIONS
 from tests.sampling import first_of
+from tests.unit import Run
 from tests.unit.analysis.trace.shared import (
     REAL_TRACES,
     Event,
@@ -25,7 +26,6 @@ from tests.unit.analysis.trace.shared import (
     traces,
     write_trace,
 )
-from tests.unit.cli import Run
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +49,7 @@ def ranks(tmp_path: Path) -> Path:
 
 
 def test_report_shows_people_tables_and_the_next_command(ranks: Path, run: Run) -> None:
-    status, out, err = run("trace-report", ranks)
-    assert status == 0
+    _, out, err = run("trace-report", ranks)
     assert "2 ranks" in out.splitlines()[1]
     assert "profiler steps 1 to 2" in out.splitlines()[1]
     titles = ("GPU time", "Steps as", "Kernels by", "Idle time of", "Launches", "Launch queues")
@@ -71,8 +70,8 @@ def test_report_of_a_trace_without_anything_readable_is_one_error(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "trace.json"
     path.write_text(text)
-    status, out, err = run(*command.split(), path)
-    assert (status, out) == (5, "")
+    _, out, err = run(*command.split(), path, status=5)
+    assert out == ""
     assert f"{path}: nothing to report: " in err
     assert why in err
     assert sorted(tmp_path.glob("*.html")) == []
@@ -81,22 +80,20 @@ def test_report_of_a_trace_without_anything_readable_is_one_error(
 def test_report_as_json_is_all_that_is_printed(ranks: Path, run: Run) -> None:
     ran = run("trace-report", ranks, "--json", "--steps", "2")
     found = ran.data
-    assert (ran.status, ran.err) == (0, "")
+    assert ran.err == ""
     assert (found["ranks"], found["steps"]) == ([0, 1], [2, 3])
     assert [row["compute_ns"] for row in found["tables"]["temporal"]] == [20_000, 40_000]
 
 
 def test_report_as_csv_is_one_file_per_table(ranks: Path, tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "new" / "tables"
-    status, _, err = run("trace-report", ranks, "--csv", folder, "--rank", 1)
-    assert status == 0
+    err = run("trace-report", ranks, "--csv", folder, "--rank", 1).err
     assert {path.stem for path in folder.iterdir()} < set(SECTIONS)
     assert pl.read_csv(folder / "temporal.csv")["compute_ns"].to_list() == [80_000]
     assert f"tables to {folder}" in err
-    status, _, err = run("trace-report", ranks, "--csv", folder)
-    assert (status, "already exists" in err) == (2, True)
+    assert "already exists" in run("trace-report", ranks, "--csv", folder, status=2).err
     assert pl.read_csv(folder / "temporal.csv").height == 1
-    assert run("trace-report", ranks, "--csv", folder, "--force")[0] == 0
+    run("trace-report", ranks, "--csv", folder, "--force")
     assert pl.read_csv(folder / "temporal.csv").height == 2
 
 
@@ -128,9 +125,9 @@ def test_error_is_one_line_and_a_status(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ranks.parent)  # where no log directory is
-    found, out, err = run(*(word.replace("{}", str(ranks)) for word in words))
+    _, out, err = run(*(word.replace("{}", str(ranks)) for word in words), status=status)
     lines = err.splitlines()
-    assert (found, out) == (status, "")
+    assert out == ""
     assert lines[0].startswith("haiprof: error: ")
     assert message in lines[0]
     assert all(line.startswith("haiprof: hint: ") for line in lines[1:])
@@ -169,8 +166,7 @@ def test_long_work_says_so_on_stderr(
 
 def test_query_shows_numbers_as_they_are(ranks: Path, run: Run) -> None:
     sql = "select rank, sum(dur_ns) as ns from gpu group by rank order by rank"
-    status, out, _ = run("query", ranks, sql)
-    assert status == 0
+    out = run("query", ranks, sql).out
     assert [line.split() for line in out.splitlines()] == [
         ["rank", "ns"],
         ["0", "40000"],
@@ -190,14 +186,14 @@ def test_query_shows_numbers_as_they_are(ranks: Path, run: Run) -> None:
 
 def test_query_shows_the_first_rows_of_many(tmp_path: Path, run: Run) -> None:
     rank_file(tmp_path, 0, [event("aten::add", "cpu_op", place, 1) for place in range(80)])
-    _, out, _ = run("query", tmp_path, "select event, sequence_number from ops")
+    out = run("query", tmp_path, "select event, sequence_number from ops").out
     assert len(out.splitlines()) == 52
     assert out.splitlines()[-1].startswith("80 rows, the first 50")
     assert "\N{EN DASH}" in out
 
 
 def test_query_names_the_columns_that_have_no_room(ranks: Path, run: Run) -> None:
-    _, out, _ = run("query", ranks, "select * from gpu limit 1")
+    out = run("query", ranks, "select * from gpu limit 1").out
     head, *_, note = out.split("\n", 1)
     names = run("query", ranks, "select * from gpu limit 1", "--json").data["columns"]
     shown = head.split()
@@ -207,7 +203,7 @@ def test_query_names_the_columns_that_have_no_room(ranks: Path, run: Run) -> Non
 
 
 def test_query_schema_has_units_and_meanings(ranks: Path, run: Run) -> None:
-    _, out, _ = run("query", ranks, "--schema")
+    out = run("query", ranks, "--schema").out
     rows = [line.split() for line in out.splitlines()]
     assert ["dur_ns", "Int64", "ns", "duration;", "0", "of", "what", "has", "none"] in rows
     found = run("query", ranks, "--schema", "--json").data
@@ -218,8 +214,7 @@ def test_query_schema_has_units_and_meanings(ranks: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("name", first_of(REAL_TRACES, "dlrm_v100_8ranks"))
 def test_report_of_real_traces_fits_the_width(name: str, run: Run) -> None:
-    status, out, _ = run("trace-report", traces(name))
-    assert status == 0
+    out = run("trace-report", traces(name)).out
     assert max(map(len, out.splitlines())) <= 100
     assert "None" not in out
     assert "nan" not in out
@@ -266,10 +261,10 @@ def test_diff_fails_where_steps_are_slower(
     tmp_path: Path, test: Sequence[int], percent: str, status: int, run: Run
 ) -> None:
     before, after = steps_of(tmp_path / "before", FAST), steps_of(tmp_path / "after", test)
-    found, out, err = run("trace-diff", before, after, "--fail-if-slower", percent)
-    assert found == status
+    words = ("trace-diff", before, after, "--fail-if-slower", percent)
+    _, out, err = run(*words, status=status)
     assert ("cannot be decided" in err) == (status == 5)
-    assert run("trace-diff", before, after)[0] == 0
+    run("trace-diff", before, after)
     if test is SLOW:
         assert "95.2 % more time" in out
         assert "gemm" in out
@@ -285,8 +280,7 @@ def test_diff_as_json_is_whole(tmp_path: Path, run: Run) -> None:
 
 def test_critical_path_adds_up(ranks: Path, tmp_path: Path, run: Run) -> None:
     words = ("critical-path", ranks, "--rank", 1, "--steps", "2")
-    status, out, err = run(*words, "--overlay", tmp_path)
-    assert status == 0
+    _, out, err = run(*words, "--overlay", tmp_path)
     assert "cpu_bound" in out
     assert "cudaLaunchKernel" in out
     written = Path(err.split("wrote ", 1)[1].strip())
@@ -311,8 +305,7 @@ def test_memory_timeline_names_the_peak(tmp_path: Path, run: Run) -> None:
         allocation(20, 1024, 3072, 2), allocation(30, -1024, 2048, 1),
     ]  # fmt: skip
     rank_file(tmp_path, 0, events)
-    status, out, _ = run("memory-timeline", tmp_path)
-    assert status == 0
+    out = run("memory-timeline", tmp_path).out
     assert "Alive at the peak of rank 0, cuda 0: 3.00 KiB" in out
     assert "aten::empty" in out
     found = run("memory-timeline", tmp_path, "--rank", 0, "--json").data
@@ -324,8 +317,7 @@ def test_memory_timeline_names_the_peak(tmp_path: Path, run: Run) -> None:
     first_of(["tl_h100_qwen05_mem_stack", "tb_resnet50_nw0_v100"], "tl_h100_qwen05_mem_stack"),
 )
 def test_memory_of_real_traces_fits_the_width(name: str, run: Run) -> None:
-    status, out, _ = run("memory-timeline", traces(name))
-    assert status == 0
+    out = run("memory-timeline", traces(name)).out
     assert max(map(len, out.splitlines())) <= 100
 
 
@@ -348,9 +340,8 @@ def test_query_of_file_that_is_no_trace_is_refused(question: str, tmp_path: Path
     (tmp_path / "X.sqlite").write_bytes(b"SQLite format 3\0 and no more")
     for name in ("tiny.py", "X.sqlite"):
         refused, report = (
-            run(*words) for words in (["query", tmp_path / name, question],
-                                      ["trace-report", tmp_path / name])
-        )  # fmt: skip
-        assert refused.status == report.status == 4
+            run(*words, status=4)
+            for words in (["query", tmp_path / name, question], ["trace-report", tmp_path / name])
+        )
         assert refused.out == ""
         assert refused.err == report.err

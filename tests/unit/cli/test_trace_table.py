@@ -13,8 +13,8 @@ import pytest
 
 from haiprof.cli.traces import NAMES
 from haiprof.show.views.tables import TABLES
+from tests.unit import Run
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
-from tests.unit.cli import Run
 
 
 @pytest.fixture
@@ -86,8 +86,7 @@ def test_a_table_is_csv_whole_and_a_view_in_a_hundred_columns(trace: Path, run: 
 ])  # fmt: skip
 def test_what_does_not_fit_is_said(trace: Path, words: list[str], said: str, run: Run) -> None:
     name, *options = words
-    ran = run("trace-table", name, trace, *options)
-    assert ran.status == 2
+    ran = run("trace-table", name, trace, *options, status=2)
     assert said in ran.err
 
 
@@ -95,7 +94,6 @@ def test_run_in_the_table_s_place_is_told_the_tables_and_the_right_command(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a folder without a log directory
-    ran = run("trace", "tables", trace)
-    assert ran.status == 2
+    ran = run("trace", "tables", trace, status=2)
     assert f"trace tables: no table {trace}; there are kernels, launches" in ran.err
     assert f"hint: haiprof trace tables kernels {trace}" in ran.err

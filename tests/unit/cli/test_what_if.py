@@ -12,8 +12,8 @@ import pytest
 
 from haiprof.cli.trace_causes import parse_change
 from haiprof.trace_analysis.what_if.replay import RANK, Change
+from tests.unit import Run
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
-from tests.unit.cli import Run
 
 LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
@@ -35,9 +35,9 @@ def trace(tmp_path: Path) -> Path:
 def test_what_if_says_first_how_well_it_reproduces_and_then_what_helps_most(
     trace: Path, run: Run
 ) -> None:
-    status, out, err = run("what-if", trace)
+    _, out, err = run("what-if", trace)
     lines = [line.split() for line in out.splitlines()]
-    assert (status, err) == (0, "")
+    assert err == ""
     assert " ".join(lines[0]) == (
         "step 1.00 ms measured, 1.00 ms replayed from its dependencies (0.0 %)"
     )
@@ -47,7 +47,7 @@ def test_what_if_says_first_how_well_it_reproduces_and_then_what_helps_most(
     assert order[0] == "loader"
     assert {"launches", "kernel", "operator"} <= set(order)
     assert max(map(len, out.splitlines())) <= 100
-    _, out, _ = run("what-if", trace, "--faster", "kernel=conv:2x")
+    out = run("what-if", trace, "--faster", "kernel=conv:2x").out
     assert "kernel conv 2x: it met nothing in these steps" in out
 
 
@@ -95,8 +95,9 @@ def test_what_if_says_what_one_rank_alone_cannot_change(
 def test_what_if_error_is_one_line(
     trace: Path, words: list[str], status: int, message: str, run: Run
 ) -> None:
-    found, out, err = run("what-if", *(word.replace("{}", str(trace)) for word in words))
-    assert (found, out) == (status, "")
+    told = (word.replace("{}", str(trace)) for word in words)
+    _, out, err = run("what-if", *told, status=status)
+    assert out == ""
     assert message in err.splitlines()[0]
 
 
@@ -124,7 +125,7 @@ def test_tables_of_published_jobs_give_their_slowdowns(run: Run) -> None:
     assert set(jobs) == {"AR", "ST"}
     said = json.loads((folder / "result-ST.json").read_text())
     assert jobs["ST"]["slowdown_ratio"] == pytest.approx(said["blocking_slowdown"], rel=0.01)
-    _, out, _ = run("what-if", folder)
+    out = run("what-if", folder).out
     assert max(map(len, out.splitlines())) <= 100
     assert "M_W" in out
 
@@ -132,18 +133,16 @@ def test_tables_of_published_jobs_give_their_slowdowns(run: Run) -> None:
 def test_table_that_is_none_is_one_line(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "job.parquet"
     path.write_bytes(b"PAR1 no such thing")
-    assert run("what-if", path)[0] == 4
+    run("what-if", path, status=4)
     columns = {"dp_rank": [0], "stage": [0], "rank": [0], "step": [0], "optype": ["gc"],
                "start_ts": [math.nan], "duration": [1.0], "seq_id": [0]}  # fmt: skip
     pl.DataFrame(columns).write_parquet(path)
-    assert run("what-if", path)[0] == 4
+    run("what-if", path, status=4)
     pl.DataFrame(columns | {"start_ts": [0.0], "duration": [-1.0]}).write_parquet(path)
-    status, _, err = run("what-if", path)
-    assert (status, "negative" in err) == (4, True)
+    assert "negative" in run("what-if", path, status=4).err
     pl.DataFrame({"a": [1]}).write_parquet(path)
-    assert run("what-if", path)[0] == 5
-    status, _, err = run("what-if", path, "--faster", "loader")
-    assert (status, "replayed whole" in err) == (2, True)
+    run("what-if", path, status=5)
+    assert "replayed whole" in run("what-if", path, "--faster", "loader", status=2).err
 
 
 def test_host_time_outside_of_all_events_is_told_before_small_gains(

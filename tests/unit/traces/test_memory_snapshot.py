@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from haiprof.base.errors import TraceFormatError
-from haiprof.cli import main
 from haiprof.trace_format import memory_snapshot as plain_pickle
 from haiprof.trace_format.memory_snapshot import (
     MemorySnapshot,
@@ -25,6 +24,7 @@ from haiprof.trace_format.memory_snapshot import (
     sum_by_line,
 )
 from tests.simulated.allocator import MIB, Allocator, Block
+from tests.unit import Run
 
 
 def take(allocator: Allocator, size: int) -> Block:
@@ -89,18 +89,16 @@ def test_memory_is_told_by_line_and_what_is_older_apart(
 
 
 def test_command_shows_lines_pieces_and_the_refusal(
-    tmp_path: Path, allocator: Allocator, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, allocator: Allocator, run: Run
 ) -> None:
     path = write(tmp_path / "s.pickle", allocator.snapshot())
-    assert main(["memory-timeline", str(path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = run("memory-timeline", path).said
     assert "test_memory_snapshot.py" in said
     assert "(before the history began)" in said
     assert "60.0 MiB" in said
     assert "Held at the peak, by line of your code" in said
     assert "at most 22.0 MiB after event" in said
-    assert main(["memory-timeline", str(write(path, allocator.segment_list()))]) == 0
-    assert "no history" in capsys.readouterr().out
+    assert "no history" in run("memory-timeline", write(path, allocator.segment_list())).out
 
 
 # -- its history -----------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ def test_ring_that_lost_its_beginning_gives_the_same_levels(tmp_path: Path) -> N
 
 
 def test_history_without_times_and_with_odd_entries_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     odd = [
@@ -146,8 +144,7 @@ def test_history_without_times_and_with_odd_entries_is_shown(
     path = write(tmp_path / "s.pickle", {"segments": [], "device_traces": [odd, [], 4]})
     found = memory_history(read_memory_snapshot(path))
     assert found.levels["allocated_bytes"].to_list() == [7, 9, 9, 7, 7]
-    assert main(["memory-timeline", str(path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = run("memory-timeline", path).said
     assert "the lowest level in each quarter of the events: 7 B, 9 B, 7 B, 7 B" in said
     assert "(no line of your code)" in said
 

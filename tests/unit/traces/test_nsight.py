@@ -12,9 +12,9 @@ import pytest
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import TraceFormatError
-from haiprof.cli import main
 from haiprof.trace_analysis.attribution import kernel_operators
 from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.unit import Run
 
 ACTIVITY = "CUPTI_ACTIVITY_KIND_"
 PROCESS = 281476838981632
@@ -127,17 +127,14 @@ def test_correlations_of_processes_are_told_apart(export: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_questions_of_traces_answer_of_an_export(
-    export: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_questions_of_traces_answer_of_an_export(export: Path, run: Run) -> None:
     temporal = TraceAnalysis(export).temporal_breakdown()
     assert temporal.select("device", "compute_ns").rows() == [(0, 3000), (1, 3000)]
-    assert main(["verdict", str(export), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run("verdict", export, "--json").data
     assert found["device_name"] == "NVIDIA H100 80GB HBM3"
     assert found["linked_count"] == found["gpu_event_count"] == 3
     for command in ("trace-report", "trace-check", "critical-path"):
-        assert main([command, str(export)]) == 0, command
+        assert run(command, export, status=None).status == 0, command
 
 
 def test_another_database_is_refused_by_name(tmp_path: Path) -> None:
@@ -169,16 +166,13 @@ def test_what_is_not_read_is_refused_by_the_name_of_its_format(
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_damaged_export_is_one_error_that_names_it(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_export_is_one_error_that_names_it(name: str, tmp_path: Path, run: Run) -> None:
     path = FORMS[name](tmp_path / name)
     files = [path] if path.is_file() else [path / f"{ACTIVITY}KERNEL.parquet"]
     whole = files[0].read_bytes()
     for content in (whole[: len(whole) // 2], whole[:200], b""):
         files[0].write_bytes(content)
-        assert main(["trace-report", str(path)]) != 0
-        error = capsys.readouterr().err
+        error = run("trace-report", path, status=4).err
         assert str(path) in error
         assert "internal error" not in error
 
@@ -255,16 +249,12 @@ def test_counters_graph_nodes_and_copies_are_columns(tmp_path: Path) -> None:
     assert kinds == ["Memcpy HtoD"]
 
 
-def test_report_shows_counters_and_graph_nodes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_shows_counters_and_graph_nodes(tmp_path: Path, run: Run) -> None:
     path = write(tmp_path / "trace.json")
-    assert main(["trace", "report", str(path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = run("trace", "report", path).said
     assert "SM Active (%) 2 50.0 40.0 60.0" in said
     assert "HostNode: log 1 15.0 µs" in said
-    assert main(["trace", "query", str(path), "select max(value) from gpu_counters"]) == 0
-    assert "512.5" in capsys.readouterr().out
+    assert "512.5" in run("trace", "query", path, "select max(value) from gpu_counters").out
 
 
 @pytest.mark.parametrize("odd", [

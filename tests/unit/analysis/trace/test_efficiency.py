@@ -12,7 +12,6 @@ import pytest
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError, UsageError
-from haiprof.cli import main
 from haiprof.trace_analysis.operator_efficiency import (
     PEAKS,
     operator_efficiency,
@@ -27,6 +26,7 @@ from haiprof.trace_analysis.operator_work import (
     read_formulas,
     work_of,
 )
+from tests.unit import Run
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, trace_of, traces
 
 # AMD-AGI/TraceLens, tests/traces/h100/Qwen_Qwen1.5-0.5B-Chat__1016005_perf_report_csvs (MIT):
@@ -240,29 +240,22 @@ def test_every_peak_names_its_source() -> None:
         assert len(peak.source) > 10
 
 
-def test_command_shows_mfu_and_operators(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_shows_mfu_and_operators(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     path = str(traces("tl_h100_qwen05_mem_stack"))
-    assert main(["efficiency", path]) == 0
-    out = capsys.readouterr().out
+    out = run("efficiency", path).out
     assert "MFU at least 12 %" in out
     assert "_scaled_dot_product" in out
     assert re.search(r"copy_ .* 2\.33 ms +0 +2\.31 T +memory", out), "2.31 TB/s, not 2 B"
-    assert main(["efficiency", path, "--json", "--peak", "bf16=1"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run("efficiency", path, "--json", "--peak", "bf16=1").data
     assert found["steps"][0]["peak"].startswith("as given")
     assert found["faults"] == []
 
 
-def test_small_rates_of_a_cpu_are_shown_in_their_unit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_rates_of_a_cpu_are_shown_in_their_unit(tmp_path: Path, run: Run) -> None:
     shapes = {"Input Dims": [[40, 80], [80, 20]], "Input type": ["float"] * 2}
     path = trace_of(tmp_path, [event("aten::mm", "cpu_op", 0, 400, **shapes)]).path
-    assert main(["trace", "efficiency", str(path)]) == 0
-    out = " ".join(capsys.readouterr().out.split())  # lines break where the terminal ends
+    out = run("trace", "efficiency", path).said  # lines break where the terminal ends
     assert "128 kFLOP in 400 µs" in out
     assert re.search(r"mm .* 400 µs +320 M +56\.0 M", out)
     assert "0.00" not in out
@@ -342,9 +335,7 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read_formulas(tmp_path / "bytes")
 
 
-def test_commands_count_by_them_and_not_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_count_by_them_and_not_twice(tmp_path: Path, run: Run) -> None:
     """An operator of one's own that calls aten::mm: what is inside is part of it."""
 
     def host(name: str, ts: float, dur: float, shapes: Any) -> dict[str, Any]:
@@ -361,11 +352,10 @@ def test_commands_count_by_them_and_not_twice(
     events = [host("my::op", 1, 8, shapes), host("aten::mm", 2, 6, shapes), launch, kernel]
     trace.write_text(json.dumps({"traceEvents": events}))
     path = write(tmp_path, '["my::op"]\nflops = "1000 * dim(0, 0)"\n')
-    assert main(["trace", "efficiency", str(trace), "--formulas", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run("trace", "efficiency", trace, "--formulas", path, "--json").data
     assert [(row["operator"], row["flops"]) for row in found["operators"]] == [("my::op", 64_000)]
-    assert main(["verdict", str(trace), "--formulas", str(path)]) == 0
-    assert main(["verdict", str(trace), "--formulas", str(tmp_path / "no")]) != 0
+    run("verdict", trace, "--formulas", path)
+    run("verdict", trace, "--formulas", tmp_path / "no", status=2)
 
 
 @pytest.mark.parametrize(("name", "dims", "values", "flops"), [

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from haiprof.cli import main
 from haiprof.diagnosis.function_reports import function_reports
 from haiprof.trace_analysis.device_time import (
     COMMUNICATION,
@@ -26,6 +25,7 @@ from haiprof.trace_analysis.device_time import (
 )
 from haiprof.trace_analysis.function_patterns import reduce_patterns
 from haiprof.trace_analysis.kernel_names import block_counts
+from tests.unit import Run
 from tests.unit.analysis.trace.shared import (
     Event,
     kernel,
@@ -230,17 +230,14 @@ def test_rank_that_is_slower_than_its_work_explains_is_slow(tmp_path: Path) -> N
     assert (report.facts["slow"], report.facts["more_work"]) == ([3], [])
 
 
-def test_commands_tell_geometries_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_tell_geometries_apart(tmp_path: Path, run: Run) -> None:
     before = write_ranks(tmp_path / "a", grid_of_last=8)
     after = write_ranks(tmp_path / "b", grid_of_last=16)
-    assert main(["functions", str(before), "--geometry"]) == 0
-    assert "cutlass::gemm <<<8x4, 256>>>" in capsys.readouterr().out
+    assert "cutlass::gemm <<<8x4, 256>>>" in run("functions", before, "--geometry").out
     words = ["trace-diff", str(before), str(after), "--json"]
     for more in ([], ["--short-names"]):
-        assert main([*words, *more]) == 0
-        assert "<<<" not in capsys.readouterr().out
-        assert main([*words, *more, "--geometry"]) == 0
-        assert "gemm" in (text := capsys.readouterr().out)
+        assert "<<<" not in run(*words, *more).out
+        assert "gemm" in (text := run(*words, *more, "--geometry").out)
         assert "<<<16x4, 256>>>" in text
 
 
@@ -251,7 +248,7 @@ def test_blocks_of_a_damaged_grid_are_not_known() -> None:
 
 
 def test_kernels_say_how_their_longest_call_fills_the_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of eight warps on multiprocessors with room for 64; ROCm's profiler tells less."""
     short, long = kernel("a", 0, 10), kernel("a", 20, 30)
@@ -260,8 +257,7 @@ def test_kernels_say_how_their_longest_call_fills_the_gpu(
     gpu = {"id": 0, "name": "H100", "maxThreadsPerMultiprocessor": 2048, "warpSize": 32}
     told = write_trace(tmp_path / "told.json", [short, long], {"deviceProperties": [gpu]})
     monkeypatch.setenv("COLUMNS", "80")
-    main(["trace", "tables", "kernels", str(told)])
-    out = capsys.readouterr().out
+    out = run("trace", "tables", "kernels", told).out
     assert "longest" in out, "no heading is cut"
     assert "no room for" in out
     assert "waves" in out.partition("no room for")[2]
@@ -270,11 +266,9 @@ def test_kernels_say_how_their_longest_call_fills_the_gpu(
     assert (row["grid"], row["block"], row["waves"]) == ("[594, 1, 1]", "[256, 1, 1]", 1.125)
     assert (row["blocks_per_sm"], row["occupancy_ratio"]) == (4.5, 0.5)
     for command in (["trace", "tables", "kernels"], ["trace", "report"]):
-        main([*command, str(told)])
-        assert "blocks/SM" in capsys.readouterr().out
+        assert "blocks/SM" in run(*command, told).out
     bare = write_trace(tmp_path / "bare.json", [kernel("a", 0, 10)])
     for command in (["trace", "tables", "kernels"], ["trace", "report"]):
-        main([*command, str(bare)])
-        out = " ".join(capsys.readouterr().out.split())
+        out = run(*command, bare).said
         assert "blocks/SM" not in out
         assert "the profiler did not record blocks per SM" in out

@@ -8,7 +8,6 @@ import polars as pl
 import pytest
 
 from haiprof.base.errors import MissingDataError, TraceFormatError
-from haiprof.cli import main
 from haiprof.trace_analysis.memory_timeline import (
     memory_allocations,
     memory_at_peak,
@@ -17,6 +16,7 @@ from haiprof.trace_analysis.memory_timeline import (
     memory_timeline,
 )
 from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.unit import Run
 from tests.unit.analysis.trace.shared import (
     Event,
     event,
@@ -169,14 +169,11 @@ def test_category_file_of_another_kind_is_an_error(tmp_path: Path, content: byte
         memory_by_category(path)
 
 
-def test_command_shows_categories_of_either_form(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_shows_categories_of_either_form(tmp_path: Path, run: Run) -> None:
     (tmp_path / "x.raw.json").write_text("[[-1,1,1048576,0],[9000,2,3145728,4],[10000,4,8,4]]")
     levels = [[0, 1 << 20, *[0] * 7], [0, 1 << 20, 0, 0, 0, 3 << 20, 0, 0, 0]]
     (tmp_path / "x.json").write_text(json.dumps([[8, 9], levels]))
     for name in ("x.raw.json", "x.json"):
-        assert main(["memory-timeline", str(tmp_path / name)]) == 0
-        said = capsys.readouterr().out
+        said = run("memory-timeline", tmp_path / name).out
         assert "4.00 MiB at the peak" in said
         assert "activation" in said

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import polars as pl
 import pytest
 
 from haiprof import TraceAnalysis
-from haiprof.__main__ import main
 from haiprof.base.errors import MissingDataError
+from tests.unit import Run
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
     event,
@@ -100,21 +99,16 @@ def test_backward_kernels_of_a_real_model_stand_under_their_layers() -> None:
     assert outside["backward_device_self_ns"] < 0.001 * model["backward_device_ns"]
 
 
-def test_the_command_shows_the_tree_and_its_classes(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["modules", str(model)]) == 0
-    shown = capsys.readouterr().out
+def test_the_command_shows_the_tree_and_its_classes(model: Path, run: Run) -> None:
+    shown = run("modules", model).out
     assert "· Linear_0" in shown
     assert "By class, self time" in shown
     assert "6.1 % of GPU time was launched outside" in shown
-    assert main(["modules", str(model), "--depth", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["modules"][1]["path"] == "Model_0/Linear_0"
+    found = run("modules", model, "--depth", "1", "--json").data
+    assert found["modules"][1]["path"] == "Model_0/Linear_0"
 
 
-def test_shares_on_the_host_are_of_all_the_time_that_was_traced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shares_on_the_host_are_of_all_the_time_that_was_traced(tmp_path: Path, run: Run) -> None:
     """A job that sleeps for two thirds of its step is not one that spends it in its model."""
     events = [
         step(1, 0, 1000),
@@ -124,31 +118,27 @@ def test_shares_on_the_host_are_of_all_the_time_that_was_traced(
               **{"Sequence number": 7, "Fwd thread id": 1}),
     ]  # fmt: skip
     rank_file(tmp_path, 0, events, world_size=1)
-    assert main(["modules", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = run("modules", tmp_path).out
     (row,) = (line.split() for line in out.splitlines() if line.split()[:1] == ["Linear_0"])
     assert row[1:] == ["1", "300", "µs", "100", "µs", "300", "µs", "40", "%"]
     assert "60 % of the traced time is in none of these" in out
 
 
-def test_a_trace_without_modules_says_what_to_record(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_without_modules_says_what_to_record(tmp_path: Path, run: Run) -> None:
     rank_file(tmp_path, 0, [event("aten::mm", "cpu_op", 0, 20)])
-    assert main(["modules", str(tmp_path)]) == 5
-    assert "with_modules=True" in capsys.readouterr().err
-    assert main(["modules", str(traces("hta_diff_test_v100_r1of2"))]) == 0
-    assert "5046 kernels, is of CUDA graphs" in " ".join(capsys.readouterr().out.split())
+    assert "with_modules=True" in run("modules", tmp_path, status=5).err
+    assert (
+        "5046 kernels, is of CUDA graphs" in run("modules", traces("hta_diff_test_v100_r1of2")).said
+    )
 
 
-def test_memory_at_peak_by_module_adds_up_to_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_at_peak_by_module_adds_up_to_the_peak(run: Run) -> None:
     folder = traces("tl_h100_qwen05_mem_stack")
     found = TraceAnalysis(folder).memory_at_peak_by_module()
     gpu = found.filter(pl.col("device_type") == "cuda")
     assert gpu["size_bytes"].sum() == gpu["peak_bytes"][0]
     assert gpu["module"].str.starts_with("Linear_").any()
-    assert main(["memory-timeline", str(folder)]) == 0
-    shown = capsys.readouterr().out
+    shown = run("memory-timeline", folder).out
     assert "Alive at the peak of rank 0, cuda 0, by class of module" in shown
     assert "Linear " in shown.partition("by class of module")[2]
 

@@ -9,12 +9,12 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from haiprof import TraceAnalysis
-from haiprof.__main__ import main
 from haiprof.base.errors import MissingDataError
 from haiprof.trace_analysis.files import load_notes
 from haiprof.trace_analysis.pool import Serial
 from haiprof.trace_analysis.report import SECTIONS, TraceReport, standard_report
 from haiprof.trace_format.kineto.events import TABLES
+from tests.unit import Run
 from tests.unit.analysis.trace.shared import (
     ONE_TRACE,
     event,
@@ -106,9 +106,7 @@ def test_json_has_stable_keys(tmp_path: Path) -> None:
     assert found["tables"]["temporal"][0]["span_ns"] == 120_000
 
 
-def test_a_trace_of_the_cpu_alone_has_its_operators_by_shape(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_of_the_cpu_alone_has_its_operators_by_shape(tmp_path: Path, run: Run) -> None:
     one, other = {"Input Dims": [[8, 4], [4, 2]]}, {"Input Dims": [[8, 4], [4, 9]]}
     rank_file(tmp_path, 0, [
         event("aten::linear", "cpu_op", 0, 50, **one), event("aten::mm", "cpu_op", 10, 30, **one),
@@ -121,12 +119,10 @@ def test_a_trace_of_the_cpu_alone_has_its_operators_by_shape(
         ("aten::mm", [[8, 4], [4, 9]], 1, 25_000, 25_000),
         ("aten::linear", [[8, 4], [4, 2]], 1, 20_000, 50_000),
     ]
-    assert main(["trace-report", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = run("trace-report", tmp_path).out
     assert "Operators by self time" in shown
     assert "computes" not in shown  # the head of the table of GPU time
-    assert main(["functions", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = run("functions", tmp_path).out
     assert "abnormal" not in shown
     assert "CUDA runtime: no call of the CUDA runtime in any trace" in " ".join(shown.split())
 
@@ -143,16 +139,14 @@ def test_a_trace_is_not_read_again_after_the_report_on_its_file(tmp_path: Path) 
 
 
 def test_a_merged_trace_beside_its_ranks_is_left_out_under_any_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Run
 ) -> None:
     folder = two_ranks(tmp_path)
-    assert main(["merge", str(folder), "-o", str(folder / "all_of_it.json.gz")]) == 0
+    run("merge", folder, "-o", folder / "all_of_it.json.gz")
     assert list(TraceAnalysis(folder).files) == [0, 1]
     (folder / "alone").mkdir()
     (folder / "all_of_it.json.gz").rename(folder / "alone" / "all_of_it.json.gz")
-    capsys.readouterr()
-    assert main(["trace-report", str(folder / "alone")]) != 0
-    assert "it holds several ranks" in capsys.readouterr().err
+    assert "it holds several ranks" in run("trace-report", folder / "alone", status=4).err
 
 
 PARTS = (*TABLES, "redundant", "not_used", "bad_time", "lost")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError
-from haiprof.cli import main
 from haiprof.diagnosis.function_reports import function_reports
 from haiprof.trace_analysis.function_patterns import SIZE_LIMIT_BYTES, reduce_patterns
 from haiprof.trace_analysis.report import reduce_traces, standard_report
+from tests.unit import Run
 from tests.unit.analysis.trace.shared import (
     ONE_TRACE,
     event,
@@ -69,26 +68,20 @@ def test_damaged_summary_is_named(ranks: Path, tmp_path: Path, damage: str) -> N
         standard_report(tmp_path / "out")
 
 
-def test_commands_reduce_and_report(
-    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_reduce_and_report(ranks: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
-    assert main(["trace-report", str(ranks), "--reduce", str(out)]) == 0
-    said = capsys.readouterr()
+    said = run("trace-report", ranks, "--reduce", out)
     assert said.out == ""
     assert f"wrote 2 summaries to {out}" in said.err
-    assert main(["trace-report", str(ranks)]) == 0
-    direct = capsys.readouterr().out.splitlines()
-    assert main(["trace-report", str(out)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == direct[1:]
+    direct = run("trace-report", ranks).out.splitlines()
+    assert run("trace-report", out).out.splitlines()[1:] == direct[1:]
     for words in (["critical-path"], ["query", "select 1 from gpu"], ["what-if"]):
-        assert main([words[0], str(out), *words[1:]]) in (3, 4)
-        assert len(capsys.readouterr().err.splitlines()) <= 2
-    assert main(["trace-report", str(ranks), "--reduce", str(out), "--rank", "0"]) == 2
-    capsys.readouterr()
+        refused = run(words[0], out, *words[1:], status=None)
+        assert refused.status in (3, 4)
+        assert len(refused.err.splitlines()) <= 2
+    run("trace-report", ranks, "--reduce", out, "--rank", "0", status=2)
     (tmp_path / "file").write_text("")
-    assert main(["trace-report", str(ranks), "--reduce", str(tmp_path / "file")]) == 2
-    assert "--reduce" in capsys.readouterr().err
+    assert "--reduce" in run("trace-report", ranks, "--reduce", tmp_path / "file", status=2).err
 
 
 def answer(path: Path) -> dict[str, Any]:
@@ -137,9 +130,7 @@ def large_rank(folder: Path, rank: int) -> None:
 
 
 @pytest.mark.proof
-def test_what_a_large_rank_leaves_out_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_large_rank_leaves_out_is_said(tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "t"
     folder.mkdir()
     for rank in (0, 1):
@@ -154,8 +145,7 @@ def test_what_a_large_rank_leaves_out_is_said(
     one, other = (each["reports"]["gpu-compute"] for each in (found, whole))
     assert one["utilization"] == other["utilization"]
     assert one["functions"][:50] == other["functions"][:50]
-    assert main(["functions", str(tmp_path / "out")]) == 0
-    assert "not in the reduced files" in capsys.readouterr().out
+    assert "not in the reduced files" in run("functions", tmp_path / "out").out
 
 
 def test_files_are_of_the_steps_that_they_were_made_of(tmp_path: Path) -> None:
@@ -189,41 +179,33 @@ def test_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         TraceAnalysis(tmp_path / "out").patterns()
 
 
-def test_commands_reduce_and_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_reduce_and_answer(tmp_path: Path, run: Run) -> None:
     folder = write_ranks(tmp_path / "t", lambda rank: Story(), ranks=4)
     out = tmp_path / "out"
-    assert main(["functions", str(folder), "--reduce", str(out)]) == 0
-    said = capsys.readouterr()
+    said = run("functions", folder, "--reduce", out)
     assert said.out == ""
     assert f"wrote 4 files to {out}" in said.err
-    answers = []
-    for path in (folder, out):
-        assert main(["functions", str(path)]) == 0
-        answers.append(capsys.readouterr().out)
-    assert answers[0] == answers[1]
-    assert main(["functions", str(folder), "--reduce", str(out), "--only", "python"]) == 2
+    assert run("functions", folder).out == run("functions", out).out
+    run("functions", folder, "--reduce", out, "--only", "python", status=2)
     for words in (["trace-report"], ["critical-path"], ["query", "select 1 from gpu"]):
-        assert main([words[0], str(out), *words[1:]]) in (2, 3, 4)
-        assert len(capsys.readouterr().err.splitlines()) <= 4
+        refused = run(words[0], out, *words[1:], status=None)
+        assert refused.status in (2, 3, 4)
+        assert len(refused.err.splitlines()) <= 4
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_functions_can_be_asked_in_sql(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], reduced: bool
-) -> None:
+def test_functions_can_be_asked_in_sql(tmp_path: Path, run: Run, reduced: bool) -> None:
     folder = write_ranks(tmp_path / "t", lambda rank: Story(), ranks=4)
     if reduced:
         reduce_patterns(folder, tmp_path / "out")
         folder = tmp_path / "out"
     sql = "select rank, sum(bottleneck_ratio) as r from functions where kind = 'memory' group by 1"
-    assert main(["query", str(folder), sql, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = run("query", folder, sql, "--json").data["rows"]
     expected = TraceAnalysis(folder).patterns().totals
     found = {row["rank"]: row["r"] for row in rows}
     assert found == pytest.approx(dict(expected.select("rank", "memory_ratio").iter_rows()))
     sql = "select l.rank, is_late, host from lateness l join rank_totals t on l.rank = t.rank"
-    assert main(["query", str(folder), sql, "--json"]) == 0
-    assert {row["host"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"node0"}
+    assert {row["host"] for row in run("query", folder, sql, "--json").data["rows"]} == {"node0"}
 
 
 def test_trace_without_a_gpu_is_reduced(tmp_path: Path) -> None:

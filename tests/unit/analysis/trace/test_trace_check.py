@@ -10,8 +10,8 @@ import polars as pl
 import pytest
 
 from haiprof import TraceAnalysis
-from haiprof.cli import main
 from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.unit import Run
 from tests.unit.analysis.trace import treacherous as made
 from tests.unit.analysis.trace.shared import FEW_TRACES, event, kernel, launch, trace_of, traces
 
@@ -67,36 +67,28 @@ def test_a_slow_kernel_that_covers_nothing_stands(tmp_path: Path) -> None:
     assert trace.gpu["dur_ns"].max() == 900_000
 
 
-def test_command_lists_faults_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_faults_and_fails(tmp_path: Path, run: Run) -> None:
     path = made.one(made.covering)(tmp_path)
-    assert main(["trace-check", str(path)]) == 1
-    assert "covering kernels" in capsys.readouterr().out
-    assert main(["trace-check", str(path), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    assert "covering kernels" in run("trace-check", path, status=1).out
+    found = run("trace-check", path, "--json", status=1).data
     assert found["fault_count"] == 1
     assert found["findings"][0]["check"] == "covering_kernels"
 
 
-def test_command_is_content_with_a_sound_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace-check", str(made.one(made.sound)(tmp_path))]) == 0
-    assert "no recording errors" in capsys.readouterr().out
-    assert main(["query", str(made.one(made.sound)(tmp_path)), QUERY, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["faults"] == []
+def test_command_is_content_with_a_sound_trace(tmp_path: Path, run: Run) -> None:
+    assert "no recording errors" in run("trace-check", made.one(made.sound)(tmp_path)).out
+    assert run("query", made.one(made.sound)(tmp_path), QUERY, "--json").data["faults"] == []
 
 
-def test_answers_say_what_they_rest_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_say_what_they_rest_on(tmp_path: Path, run: Run) -> None:
     path = made.one(made.covering)(tmp_path)
-    assert main(["trace-report", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("trace-report", path).out.splitlines()
     assert any(line.startswith("Faults of the recording") for line in lines)
     at = lines.index("GPU time")
     assert "rests on a faulty recording: covering kernels" in lines[at + 1]
     launches = lines.index("Launches")
     assert "faulty recording" not in lines[launches + 1]
-    assert main(["critical-path", str(path)]) == 0
-    assert "warning: covering kernels" in capsys.readouterr().err
+    assert "warning: covering kernels" in run("critical-path", path).err
 
 
 FAULT = "covering kernels (rank 0): 1 kernel recorded with an end that cannot be true"
@@ -110,20 +102,18 @@ QUERY = "select count(*) from gpu"
 def test_a_line_on_faults_stands_above_every_answer(
     words: list[str],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command, *rest = words
     block = event("block", "user_annotation", 900, 3000)
     path = made.one(lambda: [block, *made.covering()])(tmp_path)
-    assert main([command, str(path), *rest]) == 0
-    said = capsys.readouterr().err
+    said = run(command, path, *rest).err
     assert f"warning: {FAULT}" in said
     assert ("merged as recorded" in said) == (command == "merge")
     more = ["-f"] if command == "merge" else []
-    assert main([command, str(path), *rest, *more, "--json"]) == 0
-    found = capsys.readouterr()
+    found = run(command, path, *rest, *more, "--json")
     assert json.loads(found.out)["faults"][0].startswith(FAULT)
     assert "warning" not in found.err
 
