@@ -49,8 +49,10 @@ def run(machine: Machine) -> Iterator[Path]:
     (home / "train.py").write_text(SCRIPT)
     job = machine.start(OWNER, sys.executable, "-m", "haiprof", "--quiet", "train.py")
     try:
-        yield within(60, lambda: next(machine.shared.glob("train-*/ranks/0/phases.rec"), None),
-                     "a run").parents[2]  # fmt: skip
+        found = within(60, lambda: next(machine.shared.glob("train-*/ranks/0/phases.rec"), None),
+                       "a run").parents[2]  # fmt: skip
+        within(60, lambda: (found.name, None) in jobs(machine, OWNER), "the owner sees it")
+        yield found
     finally:
         (home / "end").touch()
         said = job.communicate(timeout=120)
@@ -63,70 +65,61 @@ def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
-def jobs(machine: Machine, user: str, *words: str) -> list[tuple[str, str | None]]:
-    found = answer(machine.haiprof(user, "ls", "--live", "--json", *words))["jobs"]
-    return [(job["id"], job["user"]) for job in found]
+LIVE = ("ls", "--live", "--json")
 
 
-def is_running_in(machine: Machine, run: Path) -> None:
-    within(60, lambda: (run.name, None) in jobs(machine, OWNER) or None, "the owner sees it")
+def jobs(machine: Machine, user: str) -> list[tuple[str, str | None]]:
+    return jobs_in(machine.haiprof(user, *LIVE))
+
+
+def jobs_in(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str | None]]:
+    return [(job["id"], job["user"]) for job in answer(done)["jobs"]]
 
 
 def test_root_and_the_group_see_the_job_that_runs_and_nobody_else(
     machine: Machine, run: Path
 ) -> None:
-    is_running_in(machine, run)
-    assert jobs(machine, ADMINISTRATOR) == [(run.name, OWNER)]
+    every, named, shown = machine.haiprof_each(
+        ADMINISTRATOR, LIVE, (*LIVE, run.name), ("ls", "--live", "--once")
+    )
+    assert jobs_in(every) == jobs_in(named) == [(run.name, OWNER)]
+    assert OWNER in shown.stdout
     assert (run.name, OWNER) in jobs(machine, "root")
     assert jobs(machine, STRANGER) == []
-    shown = machine.haiprof(ADMINISTRATOR, "ls", "--live", "--once").stdout
-    assert OWNER in shown
-    assert jobs(machine, ADMINISTRATOR, run.name) == [(run.name, OWNER)]
 
 
 def test_root_sees_it_wherever_it_writes(machine: Machine, run: Path) -> None:
-    is_running_in(machine, run)
-    done = machine.run("root", "env", "HAIPROF_LOG_DIR=/nowhere", sys.executable, "-m", "haiprof",
-                       "ls", "--live", "--json")  # fmt: skip
-    assert (run.name, OWNER) in [(job["id"], job["user"]) for job in answer(done)["jobs"]]
+    haiprof = ("env", "HAIPROF_LOG_DIR=/nowhere", sys.executable, "-m", "haiprof")
+    assert (run.name, OWNER) in jobs_in(machine.run("root", *haiprof, *LIVE))
 
 
 @pytest.mark.parametrize("user", [ADMINISTRATOR, "root"])
 def test_list_and_verdict_are_of_others_too(machine: Machine, run: Path, user: str) -> None:
-    is_running_in(machine, run)
-    listed = answer(machine.haiprof(user, "ls", "--json"))["runs"]
-    assert [(each["user"], Path(each["path"]).name) for each in listed] == [(OWNER, run.name)]
-    assert OWNER in machine.haiprof(user, "ls").stdout
-    for name in (run.name, str(run)):
-        assert answer(machine.haiprof(user, "verdict", name, "--json"))["headline"]
+    verdicts = [("verdict", name, "--json") for name in (run.name, str(run))]
+    listed, shown, *judged = machine.haiprof_each(user, ("ls", "--json"), ("ls",), *verdicts)
+    runs = answer(listed)["runs"]
+    assert [(each["user"], Path(each["path"]).name) for each in runs] == [(OWNER, run.name)]
+    assert OWNER in shown.stdout
+    assert all(answer(verdict)["headline"] for verdict in judged)
 
 
 def test_stranger_reads_nothing(machine: Machine, run: Path) -> None:
-    assert answer(machine.haiprof(STRANGER, "ls", "--json"))["runs"] == []
-    assert machine.haiprof(STRANGER, "verdict", str(run)).returncode != 0
-    claimed = machine.run(STRANGER, "env", f"HAIPROF_ADMIN_GROUP={STRANGER}", sys.executable, "-m",
-                          "haiprof", "ls", "--live", "--json")  # fmt: skip
-    assert answer(claimed)["jobs"] == [], "who says so is no administrator of others' files"
+    listed, verdict = machine.haiprof_each(STRANGER, ("ls", "--json"), ("verdict", str(run)))
+    assert answer(listed)["runs"] == []
+    assert verdict.returncode != 0
+    haiprof = ("env", f"HAIPROF_ADMIN_GROUP={STRANGER}", sys.executable, "-m", "haiprof")
+    claimed = machine.run(STRANGER, *haiprof, *LIVE)
+    assert jobs_in(claimed) == [], "who says so is no administrator of others' files"
     assert machine.run(STRANGER, "ls", str(run)).returncode != 0
 
 
-REQUESTS = (
-    ("snapshot",), ("trace", "now"), ("attach", "--time", "1"),
-    ("verdict", "--collect", "--time", "1"),
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("user", [ADMINISTRATOR, "root"])
-@pytest.mark.parametrize("request_words", REQUESTS, ids=lambda words: " ".join(words[:2]))
-def test_what_changes_a_job_is_its_users_alone(
-    machine: Machine, run: Path, user: str, request_words: tuple[str, ...]
-) -> None:
-    is_running_in(machine, run)
-    for name in (run.name, str(run)):
-        command, *options = request_words
-        words = (command, *options[:1], name) if command == "trace" else (command, name, *options)
-        done = machine.haiprof(user, *words)
-        assert done.returncode != 0
+def test_what_changes_a_job_is_its_users_alone(machine: Machine, run: Path, user: str) -> None:
+    for done in machine.haiprof_each(user, *(words for name in (run.name, str(run)) for words in (
+        ("snapshot", name), ("trace", "now", name), ("attach", name, "--time", "1"),
+        ("verdict", name, "--collect", "--time", "1"),
+    ))):  # fmt: skip
+        assert done.returncode != 0, done.args
         said = done.stderr.strip().splitlines()
         assert len([line for line in said if "error:" in line]) == 1, said
         assert f"a job of another user ({OWNER})" in " ".join(done.stderr.split())
@@ -135,7 +128,6 @@ def test_what_changes_a_job_is_its_users_alone(
 
 
 def test_page_of_anothers_run_is_written_where_its_reader_is(machine: Machine, run: Path) -> None:
-    is_running_in(machine, run)
     for user in (ADMINISTRATOR, "root"):
         done = machine.haiprof(user, "report", str(run), "--no-traces")
         assert done.returncode == 0, done.stderr
