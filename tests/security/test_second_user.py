@@ -32,8 +32,6 @@ from haiprof.live.find import find_job, running_jobs
 from haiprof.run_format.boot import BOOT_FOLDER, boot_entries
 from haiprof.run_format.control import new_request, post_request
 from haiprof.run_format.layout import RunPaths
-from haiprof.run_format.schema import PHASES, ClockAnchor
-from haiprof.run_format.writer import LineWriter, RecordWriter, write_json
 from tests.security.second_user import CODE, GID, UID, Place, as_second_user, environment, fill_run
 
 HOST = socket.gethostname()
@@ -482,57 +480,7 @@ def stand_in_for_the_agent(place: Place) -> None:
     assert not handled
 
 
-# -- files that are in the way of those that haiprof writes --------------------------------------
-
-
-@attempt
-def lead_an_agents_notes_into_a_file_of_the_victim_by_a_link(place: Place) -> None:
-    precious = place.outside / "precious"
-    precious.write_text("mine")
-    path = place.shared / "events.jsonl"
-    as_second_user(lambda: path.symlink_to(precious))
-    with pytest.raises(OSError, match="symbolic link"):
-        LineWriter(path)
-    assert precious.read_text() == "mine"
-
-
-@attempt
-def lead_an_agents_notes_into_a_file_of_the_victim_by_its_second_name(place: Place) -> None:
-    precious = place.outside / "precious"
-    precious.write_text("mine")
-    os.link(precious, place.shared / "events.jsonl")  # where the kernel lets users do that
-    with pytest.raises(PermissionError, match="second name"):
-        LineWriter(place.shared / "events.jsonl")
-    assert precious.read_text() == "mine"
-
-
-@attempt
-def hold_an_agents_notes_up_by_a_pipe(place: Place) -> None:
-    path = place.shared / "events.jsonl"
-    as_second_user(lambda: os.mkfifo(path))
-    with pytest.raises(OSError, match="No such device"):
-        LineWriter(path)
-
-
-@attempt
-def have_records_written_through_a_link(place: Place) -> None:
-    precious = place.outside / "precious"
-    as_second_user(lambda: (place.shared / "phases.rec").symlink_to(precious))
-    with pytest.raises(FileExistsError):
-        RecordWriter(place.shared / "phases.rec", PHASES, clock=ClockAnchor.now(), extra={})
-    assert not precious.exists()
-
-
-@attempt
-def guess_the_name_under_which_a_file_is_written(place: Place) -> None:
-    precious = place.outside / "precious"
-    precious.write_text("mine")
-    guess = place.shared / f".run.json.{os.getpid()}"
-    as_second_user(lambda: guess.symlink_to(precious))
-    write_json(place.shared / "run.json", {"a": 1}, below=place.shared)
-    assert precious.read_text() == "mine"
-    assert json.loads((place.shared / "run.json").read_text()) == {"a": 1}
-    assert guess.is_symlink()
+# -- files beside a run (those in the way of haiprof's own: test_file_attacks.py) ----------------
 
 
 @attempt
