@@ -184,15 +184,18 @@ def test_masking_takes_time_in_proportion_to_the_text(word: str) -> None:
 
 
 def test_no_file_of_a_run_holds_a_credential_and_the_job_gets_it(tmp_path: Path) -> None:
-    show = "import os, sys; print(sys.argv[1:], os.environ['TORCH_HUB_TOKEN'])"
-    secrets = {"PLAIN": SECRET, "URL": "trustno1", "VARIABLE": "letmein99"}
+    show = "import os, sys; e = os.environ; print(sys.argv[1:], e['TORCH_HUB_TOKEN'], e['HIDDEN'])"
+    secrets = (SECRET, "trustno1", "letmein99", "geheim")
+    hidden = dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "WANDB_API_KEY", "HIDDEN"),
+                           "geheim")  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "haiprof", "--log-dir", str(tmp_path), "--",
          sys.executable, "-c", show, "--api-key", SECRET, "postgres://u:trustno1@h"],
-        env={**os.environ, "TORCH_HUB_TOKEN": "letmein99"},
+        env={**os.environ, **hidden, "TORCH_HUB_TOKEN": "letmein99", "OMP_NUM_THREADS": "3",
+             "NCCL_PROXY": "http://user:geheim@proxy"},
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    for secret in secrets.values():
+    for secret in secrets:
         assert secret in done.stdout, "the job itself gets the true value"
         assert secret not in done.stderr
         for file in tmp_path.rglob("*"):
@@ -201,7 +204,8 @@ def test_no_file_of_a_run_holds_a_credential_and_the_job_gets_it(tmp_path: Path)
     (manifest,) = tmp_path.glob("*/run.json")
     recorded = json.loads(manifest.read_text())
     assert recorded["command"][-3:] == ["--api-key", MASK, f"postgres://u:{MASK}@h"]
-    assert recorded["environment"]["variables"]["TORCH_HUB_TOKEN"] == MASK
+    variables = recorded["environment"]["variables"]
+    assert (variables["TORCH_HUB_TOKEN"], variables["OMP_NUM_THREADS"]) == (MASK, "3")
 
 
 def test_what_slurm_gets_is_true_and_for_its_owner_alone(
