@@ -47,8 +47,8 @@ def busy_ns(trace: Trace, factor: int = 1) -> int:
     return factor * int(trace.gpu["dur_ns"].sum())
 
 
-def process_id(trace: Trace) -> int:
-    return os.getpid()
+def busy_ns_where(trace: Trace, factor: int) -> tuple[int, int]:
+    return busy_ns(trace, factor), os.getpid()
 
 
 def broken(trace: Trace) -> int:
@@ -67,16 +67,17 @@ def pools(address: str) -> list[Pool]:
     return [Serial(), LocalProcesses(2), DaskCluster(address)]
 
 
-def test_pools_answer_alike_and_in_order(ranks: list[Path], dask_address: str) -> None:
+def test_pools_answer_alike_and_in_order_from_other_processes_but_for_serial(
+    ranks: list[Path], dask_address: str
+) -> None:
     told: list[tuple[int, int]] = []
+    processes = []
     for pool in pools(dask_address):
-        found = pool.map(busy_ns, ranks, {"factor": 2}, lambda *how_far: told.append(how_far))
-        assert found == [10_000, 20_000]
+        found = pool.map(busy_ns_where, ranks, {"factor": 2}, lambda *so_far: told.append(so_far))
+        assert [ns for ns, _ in found] == [10_000, 20_000]
+        processes.append({pid for _, pid in found})
     assert told == [(1, 2), (2, 2)] * 3
-
-
-def test_pools_use_other_processes_but_for_serial(ranks: list[Path], dask_address: str) -> None:
-    serial, local, dask = (set(p.map(process_id, ranks, {})) for p in pools(dask_address))
+    serial, local, dask = processes
     assert serial == {os.getpid()}
     assert os.getpid() not in local | dask
 

@@ -180,11 +180,11 @@ def test_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_commands_reduce_and_answer(tmp_path: Path, run: Run) -> None:
-    folder = write_ranks(tmp_path / "t", lambda rank: Story(), ranks=4)
+    folder = write_ranks(tmp_path / "t", lambda rank: Story(), ranks=2)
     out = tmp_path / "out"
     said = run("functions", folder, "--reduce", out)
     assert said.out == ""
-    assert f"wrote 4 files to {out}" in said.err
+    assert f"wrote 2 files to {out}" in said.err
     assert run("functions", folder).out == run("functions", out).out
     run("functions", folder, "--reduce", out, "--only", "python", status=2)
     for words in (["trace-report"], ["critical-path"], ["query", "select 1 from gpu"]):
@@ -195,7 +195,7 @@ def test_commands_reduce_and_answer(tmp_path: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_functions_can_be_asked_in_sql(tmp_path: Path, run: Run, reduced: bool) -> None:
-    folder = write_ranks(tmp_path / "t", lambda rank: Story(), ranks=4)
+    folder = write_ranks(tmp_path / "t", lambda rank: Story(), ranks=2)
     if reduced:
         reduce_patterns(folder, tmp_path / "out")
         folder = tmp_path / "out"
