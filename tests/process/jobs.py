@@ -24,6 +24,18 @@ TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")  # standalone: 
 TWO_RANKS = ("python", str(REPOSITORY / "tests/process/ranks.py"), "2")
 """In front of a script: without torchrun, where nobody looks at what starts the ranks."""
 TIMEOUT_S = 240
+_TRAINING = """
+import os, sys, time, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+{before}
+{loop}
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    {each}
+{after}
+"""
 SIMULATED_GPU = f"""
 import os, sys
 libraries = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site-packages")
@@ -59,6 +71,13 @@ class Job:
 
     def analyzer(self) -> Analyzer:
         return Analyzer(self.logs)
+
+
+def training(
+    loop: str, *, before: str = "", each: str = "time.sleep(0.01)", after: str = ""
+) -> str:
+    """A script that trains a small model; `each` is a line at the end of each step, line 10."""
+    return _TRAINING.format(loop=loop, before=before, each=each, after=after)
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

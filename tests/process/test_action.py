@@ -11,19 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.process.jobs import environment
+from tests.process.jobs import environment, training
 
 ROOT = Path(__file__).parents[2]
 ACTION = ROOT / ".github/actions/haiprof"
-LOOP = """
-import sys, time, torch
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-for number in range(80):
-    time.sleep(float(sys.argv[1]))
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-"""
+LOOP = training("for number in range(80):", each="time.sleep(float(sys.argv[1]))")
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +60,7 @@ def test_action_fails_where_the_step_became_slower_and_says_why_in_the_summary(
     assert written.endswith((tmp_path / "haiprof-summary.md").read_text())
     assert (tmp_path / "output").read_text().endswith("summary=haiprof-summary.md\nstatus=10\n")
     slower = written.rpartition("### haiprof: ")[2]
-    assert "loop.py:6" in slower
+    assert "loop.py:10" in slower
     assert slower.count("\n## ") == 2, "comparison and verdict, each under its heading"
 
 

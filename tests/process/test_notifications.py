@@ -9,23 +9,17 @@ from pathlib import Path
 import pytest
 
 from haiprof.agent.notifications import Notifier
-from tests.process.jobs import REPOSITORY, TORCHRUN, run_job, run_script
+from tests.process.jobs import REPOSITORY, TORCHRUN, run_job, run_script, training
 from tests.process.live import LiveJob, within
 from tests.webhook import Webhook
 
 pytestmark = pytest.mark.slow
 
 JOB = str(REPOSITORY / "tests" / "process" / "faulty_job.py")
-DIES = """
-import torch
-from torch import nn
-model = nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-for number in range(5):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-raise RuntimeError("no label in sample 9, api_key=abc123def456ghi789")
-"""
+DIES = training(
+    "for number in range(5):", each="",
+    after='raise RuntimeError("no label in sample 9, api_key=abc123def456ghi789")',
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

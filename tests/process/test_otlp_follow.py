@@ -9,19 +9,11 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.run_format.manifest import find_runs
-from tests.process.jobs import PYTHON, environment
+from tests.process.jobs import PYTHON, environment, training
 from tests.process.live import within
 from tests.unit.report.test_otlp import collector, points_of
 
-LOOP = """
-import time, torch
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-for _ in range(240):
-    time.sleep(0.05)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-"""
+LOOP = training("for _ in range(240):", each="time.sleep(0.05)")
 
 
 @pytest.mark.proof

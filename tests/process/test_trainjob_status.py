@@ -11,24 +11,16 @@ from typing import Any
 import pytest
 
 from haiprof.agent.notifications import find_total_steps
-from tests.process.jobs import run_job
+from tests.process.jobs import run_job, training
 from tests.sampling import first_of
 from tests.webhook import Webhook
 
 pytestmark = pytest.mark.slow
 
-LOOP = """
-import sys, time, torch
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-for number in range(100):
-    time.sleep(0.05)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-print(model.weight.sum().item())
-sys.exit({status})
-"""
+LOOP = training(
+    "for number in range(100):", each="time.sleep(0.05)",
+    after="print(model.weight.sum().item()); sys.exit({status})",
+)  # fmt: skip
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.process.jobs import training
 from tests.process.live import within
 from tests.security.several_users import Machine, several_users
 
@@ -22,17 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("administrators")]
 
 OWNER, ADMINISTRATOR, STRANGER = "hp-alice", "hp-ann", "hp-bob"
 GROUP = "hp-admins"
-SCRIPT = """
-import os, time
-import torch
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-while not os.path.exists("end"):
-    model(torch.ones(4, 8)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    time.sleep(0.02)
-"""
+SCRIPT = training('while not os.path.exists("end"):', each="time.sleep(0.02)")
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from haiprof.launch.run import START_LIMIT_S
 from haiprof.launch.supervisor import EXIT_LIMIT_S
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, read_manifest
+from tests.process.jobs import training
 from tests.process.live import within
 from tests.security.launched import LIMIT_S, Launched
 
@@ -31,20 +32,12 @@ pytestmark = pytest.mark.slow
 SLACK_S = 20.0  # of a machine that does other things too
 _TOOLS = ("mkfs.ext4", "mount", "umount", "fsfreeze")
 
-TRAIN = """
-import os, sys, time, torch
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-print("ready", os.getpid(), flush=True)
-beats = open("beats", "ab", buffering=0)
-while not os.path.exists("end"):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    beats.write(b".")
-    time.sleep(0.01)
-print("done", flush=True)
-sys.exit(3)
-"""
+TRAIN = training(
+    'while not os.path.exists("end"):',
+    before='print("ready", os.getpid(), flush=True); beats = open("beats", "ab", buffering=0)',
+    each='beats.write(b"."); time.sleep(0.01)',
+    after='print("done", flush=True); sys.exit(3)',
+)
 
 
 class Disk:

@@ -25,19 +25,12 @@ from haiprof.agent.samplers.table import ALL_METRICS, Node, TableSampler
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import NULL_I64
 from tests.fakes import FakeTree
+from tests.process.jobs import training
 
 ROOT = Path(__file__).parents[2]
 HAIPROF = [sys.executable, "-m", "haiprof"]
-TRAIN = """
-import os, sys, time
-import torch
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-end = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < end:
-    optimizer.zero_grad(); model(torch.ones(2, 4)).sum().backward(); optimizer.step()
-    time.sleep(0.01)
-"""
+TRAIN = training("while time.monotonic() < end:",
+                 before="end = time.monotonic() + float(sys.argv[1])")  # fmt: skip
 COLLECTIVES = """
 import json, os, sys
 import torch, torch.distributed as dist

@@ -39,7 +39,7 @@ from haiprof.show.views.jobs import (
     move,
     top_view,
 )
-from tests.process.jobs import environment
+from tests.process.jobs import environment, training
 from tests.process.live import LiveJob as Training
 from tests.unit.analysis.recorded import (
     CLOCK,
@@ -197,20 +197,11 @@ def test_watch_of_one_job_ends_with_it(run: RunPaths) -> None:
     watch.stop()
 
 
-SCRIPT = """
-import time, torch
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-for step in range(100_000):
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    if step == 40:
-        print("TRAINS", flush=True)
-    time.sleep(0.01)
-"""
+SCRIPT = training("for step in range(100_000):",
+                  each="time.sleep(0.01); step == 40 and print('TRAINS', flush=True)")  # fmt: skip
 
 
-def training(folder: Path, name: str) -> Training:
+def started(folder: Path, name: str) -> Training:
     (folder / name).write_text(SCRIPT)
     job = Training(folder, ["python", name], "--quiet")
     job.reported(1)
@@ -220,7 +211,7 @@ def training(folder: Path, name: str) -> Training:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     """One job for the tests that use it; the last of them kills it."""
-    with training(tmp_path_factory.mktemp("live"), "watched_job.py") as job:
+    with started(tmp_path_factory.mktemp("live"), "watched_job.py") as job:
         yield job
 
 
@@ -276,7 +267,7 @@ def test_keys_work_in_a_terminal_and_it_is_left_as_it_was(live: Training) -> Non
 @pytest.mark.proof
 @pytest.mark.slow
 def test_interrupt_and_the_end_of_the_job_leave_cleanly(tmp_path: Path) -> None:
-    with training(tmp_path, "left_job.py") as job:
+    with started(tmp_path, "left_job.py") as job:
         first = Terminal(tmp_path, "left_job.py", "--log-dir", "logs")
         first.until("enter a rank")
         first.press(b"\x03")

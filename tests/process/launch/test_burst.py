@@ -34,22 +34,14 @@ from haiprof.launch.job import Job
 from haiprof.run_format.layout import NodePaths
 from haiprof.run_format.manifest import read_manifest
 from tests.fake_nsys import install
+from tests.process.jobs import training
 from tests.process.live import within
 from tests.unit.analysis.recorded import packed, spans_of, write_rank, write_run
 
 SHORT = Options(burst=True, burst_time_s=0.2, burst_hz=1000)
-TRAIN = """
-import sys, time, torch
-from pathlib import Path
-is_done = lambda: sys.argv[2:] and any(Path(".").glob(sys.argv[2]))
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-end = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < end and not is_done():
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    time.sleep(0.01)
-"""
+TRAIN = training(
+    "while time.monotonic() < end:", before="end = time.monotonic() + float(sys.argv[1])"
+)
 
 
 @pytest.fixture

@@ -15,23 +15,11 @@ import pytest
 from haiprof.launch.run_directories import PUT_EVERY_S, PUT_LIMIT_S, RunCopies
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
-from tests.process.jobs import PYTHON, REPOSITORY, environment
+from tests.process.jobs import PYTHON, REPOSITORY, environment, training
 from tests.process.live import LiveJob, within
 
-JOB = """
-import sys, torch
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for _ in range(20):
-    optimizer.zero_grad()
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-print("done")
-sys.exit(3)
-"""
-TRAINS_ON = JOB.replace(
-    "for _ in range(20)", "import time\nprint('TRAINS', flush=True)\nwhile not time.sleep(0.01)"
-)
+JOB = training("for _ in range(20):", each="", after='print("done"); sys.exit(3)')
+TRAINS_ON = training("while True:", before='print("TRAINS", flush=True)')
 
 
 def run_with_address(

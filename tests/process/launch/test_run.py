@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import haiprof
+from tests.process.jobs import training
 from tests.process.live import LiveJob, within
 
 HAIPROF = [sys.executable, "-m", "haiprof"]
@@ -112,16 +113,8 @@ def test_launcher_without_open_streams_still_runs_the_job(tmp_path: Path) -> Non
 
 
 def test_results_are_complete_while_the_job_still_runs(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import time, torch\n"
-        "model = torch.nn.Linear(4, 4)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "print('TRAINS', flush=True)\n"
-        "while True:\n"
-        "    model(torch.ones(2, 4)).sum().backward()\n"
-        "    optimizer.step()\n"
-        "    time.sleep(0.01)\n"
-    )
+    script = training("while True:", before="print('TRAINS', flush=True)")
+    (tmp_path / "train.py").write_text(script)
     with LiveJob(tmp_path, ["python", "train.py"], "--time", "1") as job:
         within(120, lambda: list(job.logs.glob("*/report/verdict.json")))
         assert job.process.poll() is None
@@ -177,10 +170,7 @@ def test_file_of_the_user_is_not_taken_for_pythons(tmp_path: Path) -> None:
     (tmp_path / "polars.py").write_text("raise SystemExit('the job ran in our process')\n")
     script = tmp_path / "train" / "train.py"
     script.parent.mkdir()
-    script.write_text(
-        "import torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
-        "for _ in range(30):\n    m(torch.ones(1, 2)).sum().backward()\n    o.step()\n"
-    )
+    script.write_text(training("for _ in range(30):", each=""))
     done = run("train/train.py", cwd=tmp_path)
     assert "our process" not in done.stderr
     assert "30 steps" in done.stderr

@@ -28,20 +28,12 @@ from haiprof.launch.run import _check_extras
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.schema import NULL_I64, ClockAnchor, Table
 from haiprof.run_format.tables import GPU, PROCESS
+from tests.process.jobs import training
 from tests.process.live import within
 from tests.unit.analysis.recorded import row_of
 
 HAIPROF = [sys.executable, "-m", "haiprof"]
-TRAIN = """
-import os, time, torch
-model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-while not os.path.exists("stop"):
-    optimizer.zero_grad()
-    model(torch.randn(64, 64)).square().mean().backward()
-    optimizer.step()
-    time.sleep(0.01)
-"""
+TRAIN = training('while not os.path.exists("stop"):')
 NODE = "node1"
 SECOND = 1_000_000_000
 UUID = "GPU-1b2c"
