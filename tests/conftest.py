@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from tests import proofs, sampling
 from tests.browser import browser, running_chromium
+from tests.commands import Ran, Run
 from tests.one_slurm import one_machine_slurm
 
 __all__ = ["browser", "running_chromium"]  # fixtures
@@ -118,6 +119,21 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
         return made[name]
 
     return get
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command in this process, which says nothing of work that takes long."""
+    from haiprof.cli import main  # reads polars: tests/unit/conftest.py comes first
+
+    monkeypatch.setattr("haiprof.cli.shared._QUIET_S", 3600.0)
+
+    def ran(*words: object, status: int | None = 0) -> Ran:
+        done = Ran(main([str(word) for word in words]), *capsys.readouterr())
+        assert status in (None, done.status), done.err
+        return done
+
+    return ran
 
 
 @pytest.fixture

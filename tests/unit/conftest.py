@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit import Ran, Run
-
 # Read when polars is imported, which no conftest does. The frames of these tests are small: handing
 # their work to threads took a tenth of all processor time (348 s, and 314 s without).
 os.environ.setdefault("POLARS_MAX_THREADS", "1")
@@ -47,21 +45,6 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """A folder of the test; pytest's own lists the folders of all earlier tests to number it."""
     _folders.append(name := re.sub(r"\W", "_", request.node.name)[:20])
     return tmp_path_factory.mktemp(f"{name}-{len(_folders)}", numbered=False)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process, which says nothing of work that takes long."""
-    from haiprof.cli import main  # reads polars: see above
-
-    monkeypatch.setattr("haiprof.cli.shared._QUIET_S", 3600.0)
-
-    def ran(*words: object, status: int | None = 0) -> Ran:
-        done = Ran(main([str(word) for word in words]), *capsys.readouterr())
-        assert status in (None, done.status), done.err
-        return done
-
-    return ran
 
 
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:

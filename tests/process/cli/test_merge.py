@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from haiprof.base.errors import UsageError
-from haiprof.cli import main
 from haiprof.cli.shared import parse_ranks
 from haiprof.show.servers import has_viewer
 from tests.browser import Page
+from tests.commands import Run
 from tests.process.live import plain_ranks
 from tests.served import served
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
@@ -65,41 +65,32 @@ def ranks(tmp_path: Path) -> Path:
     return folder
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    status = main([str(word) for word in words])
-    output = capsys.readouterr()
-    return status, output.out, output.err
-
-
 def load(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     return found
 
 
 def test_people_see_ranks_clocks_and_the_next_command(
-    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ranks: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "all.json.gz"
-    status, out, err = run(capsys, "merge", ranks, "-o", target)
-    assert status == 0
+    _, out, err = run("merge", ranks, "-o", target)
     assert "4 ranks" in out
     assert "a host's clock is moved where" in out
     next_words = {True: f"haiprof export --to perfetto {target}",
                   False: f"open {target} at https://ui.perfetto.dev"}  # fmt: skip
     assert f"next: {next_words[has_viewer()]}" in err
     monkeypatch.setattr("haiprof.show.servers.find_spec", lambda _: None)
-    assert f"next: {next_words[False]}" in run(capsys, "merge", ranks, "-o", target, "--force")[2]
+    assert f"next: {next_words[False]}" in run("merge", ranks, "-o", target, "--force").err
     assert len([e for e in load(target)["traceEvents"] if e.get("name") == "gemm"]) == 4
 
 
-def test_scripts_get_method_and_residual_of_each_rank(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scripts_get_method_and_residual_of_each_rank(tmp_path: Path, run: Run) -> None:
     target = tmp_path / "all.json.gz"
     source = traces("dlrm_v100_8ranks")
-    status, out, err = run(capsys, "merge", source, "-o", target, "--json")
-    assert (status, err) == (0, "")
-    told = json.loads(out)
+    done = run("merge", source, "-o", target, "--json")
+    assert done.err == ""
+    told = done.data
     content = load(target)
     assert told["event_count"] == len(content["traceEvents"])
     assert [row["rank"] for row in told["ranks"]] == list(range(8))
@@ -110,16 +101,15 @@ def test_scripts_get_method_and_residual_of_each_rank(
     assert content["haiprof_merge"]["clock_rule"] == told["clock_rule"]
 
 
-def test_ranks_and_steps_narrow_it_and_stdout_takes_plain_text(ranks: Path) -> None:
+def test_ranks_and_steps_narrow_it_and_stdout_takes_plain_text(ranks: Path, run: Run) -> None:
     command = [sys.executable, "-m", "haiprof", "merge", str(ranks), "-o", "-"]
     done = subprocess.run(
         [*command, "--ranks", "0,2-3", "--steps", "1"], capture_output=True, text=True, check=True
     )
     content = json.loads(done.stdout)
     assert [each["rank"] for each in content["haiprof_ranks"]] == [0, 2, 3]
-    status = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
-    assert status.returncode == 2
-    assert "both write to standard output" in status.stderr
+    refused = run("merge", ranks, "-o", "-", "--json", status=2)
+    assert "both write to standard output" in refused.err
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "-1", "0,,2", "0-99999999"])
@@ -133,23 +123,19 @@ def test_lists_of_ranks_are_numbers_and_ranges() -> None:
     assert parse_ranks(None) is None
 
 
-def test_errors_name_what_is_wrong(
-    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_name_what_is_wrong(ranks: Path, tmp_path: Path, run: Run) -> None:
     target = tmp_path / "all.json.gz"
-    assert run(capsys, "merge", ranks, "--ranks", "7", "-o", target)[0] == 4
-    status, _, err = run(capsys, "merge", ranks, ranks / ".." / "nothing", "-o", target)
-    assert status == 4
+    run("merge", ranks, "--ranks", "7", "-o", target, status=4)
+    err = run("merge", ranks, ranks / ".." / "nothing", "-o", target, status=4).err
     assert "nothing: no such file" in err
     assert not target.exists()
-    status, _, err = run(capsys, "merge", ranks, "-o", ranks / "rank2.json", "--force")
-    assert status == 2
+    err = run("merge", ranks, "-o", ranks / "rank2.json", "--force", status=2).err
     assert "one of the traces to merge" in err
     (tmp_path / "mine.json").write_text("mine")
-    assert run(capsys, "merge", ranks, "-o", tmp_path / "mine.json")[0] == 2
+    run("merge", ranks, "-o", tmp_path / "mine.json", status=2)
     assert (tmp_path / "mine.json").read_text() == "mine"
-    assert run(capsys, "merge", ranks, "-o", tmp_path / "mine.json", "-f")[0] == 0
-    assert run(capsys, "merge", ranks, "-o", tmp_path / "no" / "such" / "x.json")[0] == 1
+    run("merge", ranks, "-o", tmp_path / "mine.json", "-f")
+    run("merge", ranks, "-o", tmp_path / "no" / "such" / "x.json", status=1)
 
 
 def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
@@ -192,10 +178,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_gives_counters_and_phases_at_the_traces_times(
-    recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(capsys, "merge", recorded, "--force")[0] == 0
+def test_a_run_gives_counters_and_phases_at_the_traces_times(recorded: Path, run: Run) -> None:
+    run("merge", recorded, "--force")
     content = load(recorded / "merged.json.gz")
     found = content["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
@@ -214,7 +198,7 @@ def test_a_run_gives_counters_and_phases_at_the_traces_times(
     node = [e for e in found if names[e["pid"]].startswith("node ") and e["ph"] == "C"]
     assert "cpu_utilization_ratio" in {e["name"] for e in node}
     plain = recorded / "plain.json.gz"
-    assert run(capsys, "merge", recorded, "-o", plain, "--no-counters", "--no-phases")[0] == 0
+    run("merge", recorded, "-o", plain, "--no-counters", "--no-phases")
     originals = [load(path)["traceEvents"] for path in (recorded / "traces").glob("*.gz")]
     bare = load(plain)["traceEvents"]
     added = [e for e in bare if e["ph"] == "M" and e["name"] == "process_name"]
@@ -259,10 +243,10 @@ PROBLEMS = "select name, value from stats where severity in ('error', 'data_loss
 
 @pytest.mark.slow
 def test_perfetto_shows_every_slice_and_no_arrow_between_ranks(
-    tmp_path: Path, viewer: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, viewer: Any, run: Run
 ) -> None:
     target = tmp_path / "dlrm.json.gz"
-    assert run(capsys, "merge", traces("dlrm_v100_8ranks"), "-o", target)[0] == 0
+    run("merge", traces("dlrm_v100_8ranks"), "-o", target)
     found = load(target)["traceEvents"]
     page = viewer(target)
     assert ask(page, PROBLEMS) == []
@@ -279,9 +263,9 @@ def test_perfetto_shows_every_slice_and_no_arrow_between_ranks(
 @pytest.mark.proof
 @pytest.mark.slow
 def test_perfetto_shows_a_runs_phases_and_counters_whole(
-    recorded: Path, viewer: Any, capsys: pytest.CaptureFixture[str]
+    recorded: Path, viewer: Any, run: Run
 ) -> None:
-    assert run(capsys, "merge", recorded, "--force")[0] == 0
+    run("merge", recorded, "--force")
     found = load(recorded / "merged.json.gz")["traceEvents"]
     page = viewer(recorded / "merged.json.gz")
     assert ask(page, PROBLEMS) == []  # in Kineto's own times some would seem to overlap

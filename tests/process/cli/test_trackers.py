@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from haiprof.cli import main
+from tests.commands import Run
 
 RUNS = Path(__file__).parents[2] / "data/runs"
 _MLFLOW = """
@@ -97,8 +97,8 @@ def test_mlflow_has_the_verdict_the_ledger_the_step_times_and_the_page(tmp_path:
 
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
 def test_missing_package_names_its_extra(
-    tracker: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tracker: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setitem(sys.modules, tracker, None)
-    assert main(["export", "--to", tracker, str(RUNS / "two_ranks")]) == 6
-    assert f"pip install 'haiprof[{tracker}]'" in capsys.readouterr().err
+    refused = run("export", "--to", tracker, RUNS / "two_ranks", status=6)
+    assert f"pip install 'haiprof[{tracker}]'" in refused.err

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from haiprof.base.errors import MissingExtraError, UsageError
-from haiprof.cli import main
 from haiprof.launch.submit.engines import (
     JobSpec,
     node_words,
@@ -32,6 +31,7 @@ from haiprof.launch.submit.submission import FORMS, emit, submit_slurm
 from haiprof.live.find import running_jobs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, has_ended, read_manifest
+from tests.commands import Run
 from tests.process.jobs import PYTHON, environment
 from tests.process.live import within
 from tests.sampling import examples
@@ -433,12 +433,11 @@ def test_yaml_comes_back_as_it_was(value: dict[str, Any]) -> None:
 )
 def test_what_cannot_be_is_one_clear_error(
     words: list[str], part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    assert main(["submit", *words]) == 2
-    shown = capsys.readouterr().err
+    shown = run("submit", *words, status=2).err
     assert part in shown
     assert "Traceback" not in shown
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
@@ -461,18 +460,16 @@ def test_without_submitit_the_extra_is_named_and_without_slurm_its_command(
 
 
 def test_emit_prints_the_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["submit", "-m", "pkg.train", "-n", "2", "--emit", "slurm", "--name", "[red]x"]
-    assert main([*words, "--", "--time", "7", "--", "x"]) == 0
-    shown = capsys.readouterr()
+    shown = run(*words, "--", "--time", "7", "--", "x")
     assert shown.out.startswith("#!/bin/bash\n#SBATCH --job-name=red-x\n")
     assert shown.out.endswith(" -m -- pkg.train --time 7 -- x\n")
     assert "sbatch FILE" in shown.err
     assert not list(tmp_path.iterdir())
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["next"] == FORMS["slurm"].next
+    assert run(*words, "--json").data["next"] == FORMS["slurm"].next
 
 
 @pytest.fixture

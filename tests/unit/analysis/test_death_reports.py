@@ -17,8 +17,8 @@ from haiprof.run_analysis.gpu_memory import GpuOutOfMemory, parse_torch_message
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.writer import LineWriter, write_json
+from tests.commands import Run
 from tests.fake_nccl_files import COMM_HASH, profiler
-from tests.unit import Run
 from tests.unit.analysis.test_deaths import T0, Job, S, found
 
 

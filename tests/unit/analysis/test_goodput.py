@@ -34,8 +34,8 @@ from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
 from haiprof.show.text import moment_text
 from haiprof.show.views.deaths import goodput_text, goodput_view
+from tests.commands import Run
 from tests.sampling import examples
-from tests.unit import Run
 
 S = 1_000_000_000
 FORWARD, INPUT = POSITIONS.index("forward"), POSITIONS.index("input")

@@ -21,7 +21,7 @@ from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.summary import overview_summary
 from haiprof.trace_format.nccl_files import read_nccl_file
 from tests import fake_nccl_files as nccl
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.recorded import CLOCK, spans_of, write_rank, write_run
 
 STATES = [

@@ -17,7 +17,7 @@ from haiprof.cli.command_line import Opt
 from haiprof.cli.mcp import fit_answer, in_ms
 from haiprof.cli.names import resolve
 from haiprof.cli.skill import SKILL
-from tests.unit import Run
+from tests.commands import Run
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from haiprof.cli import main
+from tests.commands import Run
 from tests.sampling import SHARE, sample
 from tests.unit.analysis.trace.shared import Event, event, kernel, launch, rank_file, step
 
@@ -157,24 +158,20 @@ class Hostile:
 
 @pytest.mark.parametrize("name", ["snapshot.pickle", "snapshot.json"])
 def test_pickle_that_runs_code_is_refused_and_never_run(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, run: Run
 ) -> None:
     path = tmp_path / name
     path.write_bytes(pickle.dumps({"segments": [Hostile(tmp_path / "ran")]}))
-    assert main(["memory-timeline", str(path)]) == 4
-    err = capsys.readouterr().err
+    err = run("memory-timeline", path, status=4).err
     assert "no pickle of plain values" in err
     assert not (tmp_path / "ran").exists()
 
 
-def test_two_files_of_one_rank_are_both_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_files_of_one_rank_are_both_named(tmp_path: Path, run: Run) -> None:
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text(text(good()))
     for words in COMMANDS:
-        assert main([word.replace("{}", str(tmp_path)) for word in words]) == 4
-        err = capsys.readouterr().err
+        err = run(*(word.replace("{}", str(tmp_path)) for word in words), status=4).err
         assert "a.json" in err
         assert "b.json" in err
 

@@ -13,7 +13,7 @@ from haiprof.base.errors import UsageError
 from haiprof.cli.app import command_parameters
 from haiprof.cli.command_line import argument, option, own_words, parameters_of, read_arguments
 from haiprof.cli.names import COMMANDS, resolve
-from tests.unit import Run
+from tests.commands import Run
 
 
 def example(

@@ -16,7 +16,7 @@ from haiprof.cli.shared import the_job
 from haiprof.live.find import RunningJob
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 
 STEPS = 40
@@ -179,15 +179,14 @@ def test_verdict_save_writes_the_report(
     (["overview", "{run}", "--html", "/nowhere/o.html"], 2, "/nowhere/o.html"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_error_is_one_line_and_a_status(
-    job: RunPaths, words: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+    job: RunPaths, words: list[str], status: int, message: str, run: Run
 ) -> None:
-    assert main([word.format(run=job.root) for word in words]) == status
-    output = capsys.readouterr()
-    lines = output.err.splitlines()
+    error = run(*(word.format(run=job.root) for word in words), status=status).err
+    lines = error.splitlines()
     assert lines[0].startswith("haiprof: error: ")
     assert message in lines[0]
     assert all(line.startswith("haiprof: hint: ") for line in lines[1:])
-    assert "Traceback" not in output.err
+    assert "Traceback" not in error
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

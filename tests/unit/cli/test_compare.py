@@ -13,7 +13,7 @@ from haiprof.base.errors import UsageError
 from haiprof.cli.compare import parse_runs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, read_manifest, write_manifest
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.recorded import write_run
 from tests.unit.analysis.test_compare import write
 

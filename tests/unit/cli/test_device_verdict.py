@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from haiprof.base.ledger import PROBLEM_RATIO
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.trace.shared import (
     Event,
     event,

@@ -13,7 +13,7 @@ import pytest
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.show.card import MAX_WIDTH
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.recorded import WALL_OFFSET_NS
 from tests.unit.analysis.trace.shared import kernel, write_trace
 from tests.unit.diagnosis.stories import START_NS, write_story

@@ -10,7 +10,7 @@ from rich.console import Console
 from haiprof.agent.samplers.registry import Permission, Software, Tool
 from haiprof.agent.samplers.table import CounterState
 from haiprof.show.views.prepare import doctor_view, now_text, short_name
-from tests.unit import Run
+from tests.commands import Run
 
 NODE = Software(
     host="node7", kernel="Linux 6.8", cgroup="v2", python="3.11.9", executable="/usr/bin/python3",

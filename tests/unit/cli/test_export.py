@@ -14,7 +14,7 @@ import haiprof
 from haiprof.cli import main
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.tables import HOST
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.recorded import (
     CLOCK,
     row_of,

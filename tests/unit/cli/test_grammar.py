@@ -15,7 +15,7 @@ from haiprof.cli import main
 from haiprof.cli.app import command_function
 from haiprof.cli.launch_help import SHELLS, completion_script
 from haiprof.cli.names import COMMANDS, GROUPS, OTHER_NAMES
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.cli.test_kept_answers import STEPS, ended_run
 
 TRACE = {

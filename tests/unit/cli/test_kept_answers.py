@@ -16,7 +16,7 @@ from haiprof.run_format import kept_answers
 from haiprof.run_format.layout import RunPaths
 from haiprof.show.run_list import run_list
 from haiprof.trace_analysis import pool
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.recorded import spans_of, write_rank, write_run
 from tests.unit.report.many_ranks import write_many
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from haiprof.__main__ import main
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import Manifest, write_manifest
+from tests.commands import Run
 from tests.unit.diagnosis.stories import write_story
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_verdict_says_that_no_step_ends_while_the_job_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: bool
+    tmp_path: Path, run: Run, ended: bool
 ) -> None:
     root = write_story(tmp_path / "train-1", lambda *_: (0.2, 5.0, 10.0, 2.0))
     manifest = Manifest(
@@ -26,8 +25,7 @@ def test_verdict_says_that_no_step_ends_while_the_job_runs(
         exit_status=0 if ended else None,
     )  # fmt: skip
     write_manifest(RunPaths(root), manifest)
-    assert main(["verdict", str(root), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run("verdict", root, "--json").data
     assert found["headline"].startswith("no step has ended for") is not ended
     assert (found["findings"][:1] == [] or found["findings"][0]["slug"] != "standstill") is ended
     if not ended:

@@ -13,8 +13,8 @@ from haiprof.base.errors import UsageError
 from haiprof.cli.shared import parse_steps
 from haiprof.trace_analysis import report as report_module
 from haiprof.trace_analysis.report import SECTIONS
+from tests.commands import Run
 from tests.sampling import first_of
-from tests.unit import Run
 from tests.unit.analysis.trace.shared import (
     REAL_TRACES,
     Event,

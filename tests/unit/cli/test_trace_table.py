@@ -13,7 +13,7 @@ import pytest
 
 from haiprof.cli.traces import NAMES
 from haiprof.show.views.tables import TABLES
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from haiprof.cli.trace_causes import parse_change
 from haiprof.trace_analysis.what_if.replay import RANK, Change
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
 
 LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"

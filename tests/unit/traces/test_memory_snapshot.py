@@ -23,8 +23,8 @@ from haiprof.trace_format.memory_snapshot import (
     read_plain_pickle,
     sum_by_line,
 )
+from tests.commands import Run
 from tests.simulated.allocator import MIB, Allocator, Block
-from tests.unit import Run
 
 
 def take(allocator: Allocator, size: int) -> Block:

@@ -14,7 +14,7 @@ from haiprof import TraceAnalysis
 from haiprof.base.errors import TraceFormatError
 from haiprof.trace_analysis.attribution import kernel_operators
 from haiprof.trace_format.kineto.rank_trace import Trace
-from tests.unit import Run
+from tests.commands import Run
 
 ACTIVITY = "CUPTI_ACTIVITY_KIND_"
 PROCESS = 281476838981632

@@ -26,8 +26,16 @@ from haiprof.trace_analysis.operator_work import (
     read_formulas,
     work_of,
 )
-from tests.unit import Run
-from tests.unit.analysis.trace.shared import Event, event, kernel, launch, trace_of, traces
+from tests.commands import Run
+from tests.unit.analysis.trace.shared import (
+    Event,
+    event,
+    kernel,
+    launch,
+    trace_of,
+    traces,
+    write_trace,
+)
 
 # AMD-AGI/TraceLens, tests/traces/h100/Qwen_Qwen1.5-0.5B-Chat__1016005_perf_report_csvs (MIT):
 # GEMM.csv and SDPA_fwd.csv: shapes, calls, GFLOPS_first, Data Moved (MB)_first, Kernel Time sum.
@@ -338,19 +346,12 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_commands_count_by_them_and_not_twice(tmp_path: Path, run: Run) -> None:
     """An operator of one's own that calls aten::mm: what is inside is part of it."""
 
-    def host(name: str, ts: float, dur: float, shapes: Any) -> dict[str, Any]:
-        return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur,
-                "args": {"External id": int(ts), "Input Dims": shapes,
-                         "Input type": ["float", "float"]}}  # fmt: skip
-
-    shapes = [[64, 64], [64, 64]]
-    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1,
-              "ts": 3.0, "dur": 1.0, "args": {"correlation": 7}}  # fmt: skip
-    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 5.0,
-              "dur": 10.0, "args": {"correlation": 7, "device": 0, "stream": 7}}  # fmt: skip
-    trace = tmp_path / "trace.json"
-    events = [host("my::op", 1, 8, shapes), host("aten::mm", 2, 6, shapes), launch, kernel]
-    trace.write_text(json.dumps({"traceEvents": events}))
+    said = {"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", "float"]}
+    trace = write_trace(tmp_path / "trace.json", [
+        event("my::op", "cpu_op", 1, 8, **said, **{"External id": 1}),
+        event("aten::mm", "cpu_op", 2, 6, **said, **{"External id": 2}),
+        launch(7, 3), kernel("gemm", 5, 10, correlation=7),
+    ])  # fmt: skip
     path = write(tmp_path, '["my::op"]\nflops = "1000 * dim(0, 0)"\n')
     found = run("trace", "efficiency", trace, "--formulas", path, "--json").data
     assert [(row["operator"], row["flops"]) for row in found["operators"]] == [("my::op", 64_000)]

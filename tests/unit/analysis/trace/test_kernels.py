@@ -25,7 +25,7 @@ from haiprof.trace_analysis.device_time import (
 )
 from haiprof.trace_analysis.function_patterns import reduce_patterns
 from haiprof.trace_analysis.kernel_names import block_counts
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.trace.shared import (
     Event,
     kernel,

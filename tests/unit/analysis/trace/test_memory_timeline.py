@@ -16,7 +16,7 @@ from haiprof.trace_analysis.memory_timeline import (
     memory_timeline,
 )
 from haiprof.trace_format.kineto.rank_trace import Trace
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.trace.shared import (
     Event,
     event,

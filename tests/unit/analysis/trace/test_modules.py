@@ -9,7 +9,7 @@ import pytest
 
 from haiprof import TraceAnalysis
 from haiprof.base.errors import MissingDataError
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.trace.shared import (
     FEW_TRACES,
     event,

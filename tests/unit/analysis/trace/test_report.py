@@ -14,7 +14,7 @@ from haiprof.trace_analysis.files import load_notes
 from haiprof.trace_analysis.pool import Serial
 from haiprof.trace_analysis.report import SECTIONS, TraceReport, standard_report
 from haiprof.trace_format.kineto.events import TABLES
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.trace.shared import (
     ONE_TRACE,
     event,

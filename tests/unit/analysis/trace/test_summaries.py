@@ -14,7 +14,7 @@ from haiprof.base.errors import HaiprofError, MissingDataError, TraceFormatError
 from haiprof.diagnosis.function_reports import function_reports
 from haiprof.trace_analysis.function_patterns import SIZE_LIMIT_BYTES, reduce_patterns
 from haiprof.trace_analysis.report import reduce_traces, standard_report
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.trace.shared import (
     ONE_TRACE,
     event,

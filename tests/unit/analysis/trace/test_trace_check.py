@@ -11,7 +11,7 @@ import pytest
 
 from haiprof import TraceAnalysis
 from haiprof.trace_format.kineto.rank_trace import Trace
-from tests.unit import Run
+from tests.commands import Run
 from tests.unit.analysis.trace import treacherous as made
 from tests.unit.analysis.trace.shared import FEW_TRACES, event, kernel, launch, trace_of, traces
 
