@@ -18,6 +18,7 @@ import polars as pl
 import pytest
 
 from haiprof.trace_format.kineto.rank_trace import Trace
+from tests.process.jobs import run_command
 from tests.process.live import within
 
 pytestmark = pytest.mark.slow
@@ -70,10 +71,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def haiprof(folder: Path, *words: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "haiprof", *words],
-        cwd=folder, env=dict(env), capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
+    return run_command(words, folder=folder, extra_environment=env)
 
 
 @contextlib.contextmanager
