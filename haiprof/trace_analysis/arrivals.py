@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -12,6 +13,7 @@ from haiprof.base.intervals import covered_lengths, union
 from haiprof.base.medians import MAD_TO_SIGMA
 from haiprof.base.statistics import student_quantile
 from haiprof.base.units import duration_text, ratio_text
+from haiprof.base.version import PACKAGE
 from haiprof.trace_analysis.collectives import (
     SYNCHRONISING,
     WHOLE_JOB,
@@ -70,7 +72,8 @@ _BUS_FACTOR = {
 }
 
 
-class Link(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
     """How a GPU reaches the others of its node."""
 
     pattern: str  # of the device's name in traces, where that tells the link
@@ -78,19 +81,9 @@ class Link(NamedTuple):
     source: str
 
 
-LINKS = (
-    Link(r"V100-SXM[23]", 150e9, "half of NVLink's 300 GB/s, NVIDIA V100 datasheet (2020)"),
-    Link(r"A100-SXM", 300e9, "half of NVLink's 600 GB/s, NVIDIA A100 datasheet (2021)"),
-    Link(r"A800-SXM", 200e9, "half of NVLink's 400 GB/s, NVIDIA A800 datasheet (2022)"),
-    Link(r"H800(?!.*PCIe)", 200e9, "half of NVLink's 400 GB/s, NVIDIA H800 datasheet (2023)"),
-    Link(r"H20\b", 450e9, "half of NVLink's 900 GB/s, NVIDIA H20 datasheet (2023)"),
-    Link(
-        r"H100 \d+GB|H200(?! NVL)", 450e9, "half of NVLink's 900 GB/s, NVIDIA H100 datasheet (2024)"
-    ),
-    Link(r"\bG?B[23]00", 900e9, "half of NVLink's 1.8 TB/s, NVIDIA HGX B200 datasheet (2024)"),
-    Link(r"MI3(?:00|25)X", 448e9, "half of 7 links' 128 GB/s, AMD MI300X datasheet (2023)"),
-    Link(r"MI35[05]X", 537.6e9, "half of 7 links' 153.6 GB/s, AMD MI350 datasheet (2025)"),
-)  # fmt: skip
+LINKS = msgspec.json.decode(
+    (PACKAGE / "trace_analysis" / "links.json").read_bytes(), type=tuple[Link, ...]
+)
 """The first whose pattern is found counts. NCCL's sums in the switch (NVLS) can exceed them."""
 
 WAITS = ("wait_ns", "transfer_ns")

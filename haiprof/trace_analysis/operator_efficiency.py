@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import polars as pl
 
 from haiprof.base.errors import MissingDataError, UsageError
 from haiprof.base.intervals import Ints, union
+from haiprof.base.version import PACKAGE
 from haiprof.trace_analysis.attribution import with_operator
 from haiprof.trace_analysis.call_tree import CallTree, roots
 from haiprof.trace_analysis.device_ledger import not_covered
@@ -69,92 +71,9 @@ class Peak:
     source: str
 
 
-def _peak(name: str, pattern: str, teraflops: str, terabytes: float, source: str) -> Peak:
-    """Of `fp32=51.2 16=756 8=1513`: 16 stands for fp16 and bf16, 8 for fp8 and int8."""
-    pairs = [part.split("=") for part in teraflops.split()]
-    both = {"16": ("fp16", "bf16"), "8": ("fp8", "int8")}
-    dense = {key: float(value) * 1e12 for name, value in pairs for key in both.get(name, (name,))}
-    return Peak(
-        name=name, pattern=pattern, flops_per_s=dense, bytes_per_s=terabytes * 1e12, source=source
-    )
-
-
-PEAKS = (
-    _peak("V100 SXM2", r"V100-(?:SXM2|SXM3|DGXS)", "fp64=7.8 fp32=15.7 fp16=125", 0.9,
-          "NVIDIA V100 datasheet (January 2020)"),
-    _peak("V100 PCIe", r"V100-PCIE", "fp64=7 fp32=14 fp16=112", 0.9,
-          "NVIDIA V100 datasheet (January 2020)"),
-    _peak("T4", r"Tesla T4", "fp32=8.1 fp16=65 int8=130", 0.32, "NVIDIA T4 datasheet (March 2019)"),
-    _peak("A100 80 GB", r"A[18]00.*80GB", "fp64=9.7 fp32=19.5 tf32=156 16=312 int8=624", 2.039,
-          "NVIDIA A100 datasheet (June 2021); the PCIe card has 1.935 TB/s"),
-    _peak("A100 40 GB", r"A100", "fp64=9.7 fp32=19.5 tf32=156 16=312 int8=624", 1.555,
-          "NVIDIA A100 datasheet (June 2021)"),
-    _peak("A10", r"\bA10\b", "fp32=31.2 tf32=62.5 16=125 int8=250", 0.6,
-          "NVIDIA A10 datasheet (March 2022)"),
-    _peak("L4", r"NVIDIA L4\b", "fp32=30.3 tf32=60 16=121 8=242.5", 0.3,
-          "NVIDIA L4 datasheet (2023), half of its figures with sparsity"),
-    _peak("A30", r"\bA30\b", "fp64=5.2 fp32=10.3 tf32=82 16=165 int8=330", 0.933,
-          "NVIDIA A30 datasheet (March 2022); A100's multiprocessors, 56 at 1.44 GHz"),
-    _peak("A40", r"\bA40\b", "fp32=37.4 tf32=74.8 16=149.7 int8=299.3", 0.696,
-          "NVIDIA A40 datasheet (2022): ecer.com, p1bsay9"),
-    _peak("RTX A6000", r"RTX A6000", "fp32=38.7 tf32=77.4 16=154.8 int8=309.7", 0.768,
-          "NVIDIA GA102 whitepaper; A40's at 1.8 GHz (sysrqmts.com)"),
-    _peak("RTX 3090", r"RTX 3090(?! Ti)", "fp32=35.6 tf32=35.6 16=71 int8=284", 0.936,
-          "NVIDIA GA102 whitepaper; 16 bits with sums of fp32: half of A40's for its clock"),
-    _peak("RTX 4090", r"RTX 4090(?! D)", "fp32=82.6 tf32=82.6 16=165.2 fp8=330.3 int8=660.6", 1.008,
-          "NVIDIA Ada whitepaper, table 2; with sums of fp32: waredb.com"),
-    _peak("RTX 5090", r"RTX 5090(?! D)", "fp32=104.8 tf32=104.8 16=209.5 fp8=419 int8=838", 1.792,
-          "NVIDIA RTX Blackwell whitepaper; with sums of fp32: spheron.network, RTX 5090 specs"),
-    _peak("RTX 6000 Ada", r"RTX 6000 Ada", "fp32=91.1 tf32=182.1 16=364.2 8=728.5", 0.96,
-          "NVIDIA RTX 6000 Ada datasheet: 1457 in fp8 with sparsity, 0.96 TB/s"),
-    _peak("L40S", r"L40S", "fp32=91.6 tf32=183 16=362 8=733", 0.864,
-          "NVIDIA L40S datasheet (2023)"),
-    _peak("L40", r"\bL40\b", "fp32=90.5 tf32=90.5 16=181 8=362", 0.864,
-          "NVIDIA L40 datasheet (2023): mullet.se, 355414"),
-    _peak("H20", r"\bH20\b(?!-)", "fp64=1 fp32=44 tf32=74 16=148 8=296", 4.0,
-          "NVIDIA H20 datasheet (2023), 96 GB; with 141 GB (H20-3e) the memory has 4.8 TB/s"),
-    _peak("H800 SXM", r"H800(?!.*PCIe)", "tf32=494.7 16=989.4 8=1978.9", 3.35,
-          "NVIDIA H800 datasheet (2023): github.com/astroC86/gpu-datasheet; fp64 and fp32 not "
-          "confirmed"),
-    _peak("H100 PCIe", r"H100 PCIe", "fp64=25.6 fp32=51.2 tf32=378 16=756 8=1513", 2.0,
-          "NVIDIA H100 PCIe product brief PB-11133 (November 2022)"),
-    _peak("H100 NVL", r"H100 NVL", "fp64=30 fp32=60 tf32=417.5 16=835.5 8=1670.5", 3.9,
-          "NVIDIA H100 datasheet (2024), half of its figures with sparsity"),
-    _peak("GH200", r"GH200", "fp64=34 fp32=67 tf32=494.7 16=989.4 8=1978.9", 4.0,
-          "NVIDIA GH200 datasheet (2024), with HBM3"),
-    _peak("H200", r"H200", "fp64=34 fp32=67 tf32=494.7 16=989.4 8=1978.9", 4.8,
-          "NVIDIA H200 datasheet (2024), half of its figures with sparsity"),
-    _peak("H100 SXM", r"H100", "fp64=33.5 fp32=66.9 tf32=494.7 16=989.4 8=1978.9", 3.35,
-          "NVIDIA H100 architecture whitepaper v1.04, table 2"),
-    _peak("GB200", r"\bGB200", "tf32=1250 16=2500 8=5000", 8.0,
-          "NVIDIA GB200 NVL72 datasheet, a 72nd, half of its figures with sparsity: "
-          "glennklockwood.com/garden/processors/B200; fp64 and fp32 differ between sources"),
-    _peak("GB300", r"\bGB300", "fp32=80 tf32=1250 16=2500 fp8=5000", 8.0,
-          "NVIDIA GB300 NVL72 datasheet, a 72nd: verda.com/blog/gb300-nvl72-architecture"),
-    _peak("B200", r"\bB200", "fp64=37 fp32=75 tf32=1125 16=2250 8=4500", 8.0,
-          "NVIDIA DGX B200 datasheet (2024), an eighth, half of its figures with sparsity"),
-    _peak("B300", r"\bB300", "fp64=1.25 fp32=75 tf32=1125 16=2250 fp8=4500", 8.0,
-          "NVIDIA HGX B300 datasheet (2025), an eighth, half of its figures with sparsity: "
-          "glennklockwood.com/garden/processors/B300; int8 not confirmed"),
-    _peak("MI100", r"MI100\b", "fp64=11.5 fp32=46.1 fp16=184.6", 1.2288,
-          "AMD Instinct MI100 datasheet (2020): huggingface.co/hardware/mi100; bf16 and int8 not "
-          "confirmed"),
-    _peak("MI210", r"MI210", "fp64=45.3 fp32=45.3 16=181 int8=181", 1.6384,
-          "AMD Instinct MI210 brochure (2022): torch/_inductor/analysis/device_info.py"),
-    _peak("MI250X", r"MI250X", "fp64=47.85 fp32=47.85 16=191.5 int8=191.5", 1.6384,
-          "AMD Instinct MI250X datasheet (2022); one of the two dies, which is a device"),
-    _peak("MI300A", r"MI300A", "fp64=122.6 fp32=122.6 tf32=490.3 16=980.6 8=1961.2", 5.3,
-          "AMD Instinct MI300A datasheet (2023): torch/_inductor/analysis/device_info.py"),
-    _peak("MI300X", r"MI300X", "fp64=163.4 fp32=163.4 tf32=653.7 16=1307.4 8=2614.9", 5.3,
-          "AMD Instinct MI300X datasheet (2023)"),
-    _peak("MI325X", r"MI325X", "fp64=163.4 fp32=163.4 tf32=653.7 16=1307.4 8=2614.9", 6.0,
-          "AMD Instinct MI325X datasheet (2024)"),
-    _peak("MI350X", r"MI350X", "fp64=72.1 fp32=144.2 16=2306.9 8=4613.7", 8.0,
-          "AMD Instinct MI350X brochure (2025): torch/_inductor/analysis/device_info.py; 256 "
-          "compute units at 2.2 GHz"),
-    _peak("MI355X", r"MI355X", "fp64=78.6 fp32=157.3 16=2516.6 8=5033.2", 8.0,
-          "AMD Instinct MI355X datasheet (2025): MI350X's at 2.4 GHz (Hot Chips 2025)"),
-)  # fmt: skip
+PEAKS = msgspec.json.decode(
+    (PACKAGE / "trace_analysis" / "peaks.json").read_bytes(), type=tuple[Peak, ...]
+)
 """The first whose pattern is found in the device's name counts. AMD's fp64 and fp32 are of matrix
 cores, which products use; NVIDIA's are without tensor cores."""
 

@@ -41,8 +41,9 @@ def code_version() -> str:
     found = hashlib.blake2b(digest_size=12)
     found.update(f"{__version__} {pl.__version__} {np.__version__}".encode())
     for part in ("trace_analysis", "trace_format"):
-        for source in sorted((PACKAGE / part).rglob("*.py")):
-            found.update(source.read_bytes())
+        for source in sorted((PACKAGE / part).rglob("*.*")):
+            if source.suffix in (".py", ".json"):
+                found.update(source.read_bytes())
     return found.hexdigest()
 
 
