@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from haiprof.base.errors import MissingDataError, UsageError
+from haiprof.base.errors import UsageError
 from haiprof.trace_analysis.critical_path import DATA_LOADING
-from haiprof.trace_analysis.device_time import UNKNOWN, Steps, gpu_events
+from haiprof.trace_analysis.device_time import UNKNOWN, Steps, are_longest, gpu_events
 from haiprof.trace_analysis.kernel_names import short_kernel_name
 from haiprof.trace_analysis.launches import COUNTERS, MAX_QUEUE_LENGTH
 from haiprof.trace_analysis.step_time import with_annotation
@@ -184,7 +184,9 @@ class HtaMethods:
         found = found.filter((pl.col("category") == GPU_RANGES) == use_gpu_annotation)
         if allowlist_patterns:
             found = found.filter(pl.col("name").str.contains("|".join(allowlist_patterns)))
-        found = _longest(found, num_kernels, duration_ratio)
+        sums = pl.col("sum_ns")
+        keep = are_longest(sums, "rank", count=num_kernels, ratio=duration_ratio)
+        found = found.sort("rank", -sums, "name").filter(keep)
         _draw(
             visualize, "top_kernels_figure", found.with_columns(kind="category"),
             renderer=image_renderer, title="<b>Annotated ranges with the most time</b>",
@@ -409,10 +411,15 @@ class HtaMethods:
                 `_with_counters`.
             folder: Where; None is beside each trace.
         """
+        wanted = None
+        if time_series is not None:
+            value = getattr(time_series, "value", time_series)  # of HTA's TimeSeriesTypes
+            if value not in (1, 2, 3):
+                raise UsageError(f"time_series={time_series!r}: expected HTA's TimeSeriesTypes")
+            wanted = tuple(name for bit, name in enumerate(COUNTERS) if value & 1 << bit)
         written = self._analysis.write_counter_traces(
-            folder, ranks=ranks, counters=_wanted_counters(time_series),
-            suffix=output_suffix or None,
-        )  # fmt: skip
+            folder, ranks=ranks, counters=wanted, suffix=output_suffix or None
+        )
         return self._of(ranks, written)
 
     def critical_path_analysis(
@@ -459,23 +466,9 @@ class HtaMethods:
 
     def _of(self, ranks: Sequence[int] | None, found: pl.DataFrame) -> pl.DataFrame:
         """The rows of some ranks; a MissingDataError where there is no trace of one of them."""
-        absent = [rank for rank in ranks or () if rank not in self._analysis.files]
-        if absent:
-            known = ", ".join(map(str, self._analysis.files))
-            raise MissingDataError(
-                f"{self._analysis.path}: no trace of rank {absent[0]}", hint=f"it has rank {known}"
-            )
+        for rank in ranks or ():
+            self._analysis.file_of(rank)
         return found if ranks is None else found.filter(pl.col("rank").is_in(list(ranks)))
-
-
-def _wanted_counters(time_series: object) -> tuple[str, ...] | None:
-    """HTA's TimeSeriesTypes as names; None for both."""
-    if time_series is None:
-        return None
-    value = getattr(time_series, "value", time_series)
-    if value not in (1, 2, 3):
-        raise UsageError(f"time_series={time_series!r}: expected HTA's TimeSeriesTypes")
-    return tuple(name for bit, name in enumerate(COUNTERS) if value & 1 << bit)
 
 
 def _draw(
@@ -495,17 +488,6 @@ def _draw(
         display_figure(drawn)
     else:
         drawn.show(renderer=renderer or None)
-
-
-def _longest(found: pl.DataFrame, count: int | None, duration_ratio: float | None) -> pl.DataFrame:
-    """The ranges of each rank with the most time."""
-    sums, keep = pl.col("sum_ns"), [pl.lit(True)]
-    if count is not None:
-        keep.append(sums.cum_count().over("rank") <= count)
-    if duration_ratio is not None:
-        before = (sums.cum_sum() - sums).over("rank")
-        keep.append(before < duration_ratio * sums.sum().over("rank"))
-    return found.sort("rank", -sums, "name").filter(*keep)
 
 
 HTA_NAMES = frozenset(name for name in vars(HtaMethods) if not name.startswith("_"))

@@ -91,20 +91,16 @@ def find_collector(endpoint: str | None, environ: Mapping[str, str]) -> Collecto
         _protobuf()
     if not timeout.isdecimal() or not 0 < int(timeout) <= 3_600_000:
         raise UsageError(f"OTEL_EXPORTER_OTLP_TIMEOUT={timeout}: expected milliseconds")
+    # `api-key=x,tenant=y`, as in a W3C Baggage.
+    pairs = [part.partition("=") for part in variable("HEADERS").split(",") if part.strip()]
+    headers = {unquote(name.strip()): unquote(value.strip()) for name, _, value in pairs}
+    if any("\n" in each or "\r" in each for pair in headers.items() for each in pair):
+        raise UsageError("OTEL_EXPORTER_OTLP_HEADERS: a line break in a header")
     return Collector(
-        url=url, headers=_parse_headers(variable("HEADERS")), timeout_s=int(timeout) / 1000,
+        url=url, headers=headers, timeout_s=int(timeout) / 1000,
         encoding=encoding, packs=variable("COMPRESSION", "gzip") == "gzip",
         context=_context(parts.scheme, variable),
     )  # fmt: skip
-
-
-def _parse_headers(text: str) -> dict[str, str]:
-    """`api-key=x,tenant=y`, as in a W3C Baggage."""
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    found = {unquote(name.strip()): unquote(value.strip()) for name, _, value in pairs}
-    if any("\n" in each or "\r" in each for pair in found.items() for each in pair):
-        raise UsageError("OTEL_EXPORTER_OTLP_HEADERS: a line break in a header")
-    return found
 
 
 def _context(scheme: str, variable: Callable[[str], str]) -> ssl.SSLContext | None:
@@ -152,7 +148,8 @@ class Sender:
         found, notes = raw_counters(analyzer.files)
         self.done = replace(self.done, notes=notes)
         identity = run_identity(analyzer.files)
-        series = [part for each in found if (part := self._newer(each)) is not None]
+        series = [each.take(is_new) for each in found if (
+            is_new := each.time_ns > self._sent_ns.get(_identity(each), 0)).any()]  # fmt: skip
         steps = self._newer_steps(analyzer.steps())
         for batch in (*otlp_batches(series, identity), *step_batches(steps, identity)):
             self._push_batch(batch)
@@ -161,11 +158,6 @@ class Sender:
         for rank, attempt, end_ns in steps.group_by("rank", "attempt").agg(_END.max()).rows():
             self._sent_ns[rank, attempt] = end_ns
         return self.done
-
-    def _newer(self, series: RawSeries) -> RawSeries | None:
-        """Its points that were not sent yet; None where there are none."""
-        is_new = series.time_ns > self._sent_ns.get(_identity(series), 0)
-        return series.take(is_new) if is_new.any() else None
 
     def _newer_steps(self, steps: pl.DataFrame) -> pl.DataFrame:
         known = [(*key, end_ns) for key, end_ns in self._sent_ns.items() if len(key) == 2]

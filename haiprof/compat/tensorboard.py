@@ -195,17 +195,6 @@ def _check_extras(run: RunPaths | None) -> bool:
     return has_plugin
 
 
-def _keep_temporary_files_together() -> None:
-    """Gives torch-tb-profiler a folder for temporary files that is gone when this process ends.
-
-    It removes its own at exit, but not where closing its cache fails first (a trace was loading).
-    What is registered first runs last: ours comes after its own.
-    """
-    folder = safe_files.MadeFolder.temporary("haiprof-tensorboard-")
-    atexit.register(folder.remove)
-    vars(sys.modules["tempfile"])["tempdir"] = str(folder.path)
-
-
 def _server(layout: Layout, *, host: str, port: int, has_plugin: bool, access: Access) -> Any:  # noqa: ANN401
     """TensorBoard's own server, ready to serve; tensorboard has no types."""
     from tensorboard import default, program
@@ -214,7 +203,12 @@ def _server(layout: Layout, *, host: str, port: int, has_plugin: bool, access: A
         logging.getLogger(noisy).setLevel(logging.ERROR)
     static = None
     if has_plugin:
-        _keep_temporary_files_together()
+        # torch-tb-profiler removes its temporary files at exit, but not where closing its cache
+        # fails first (a trace was loading): they get a folder that is gone when this process ends.
+        # What is registered first runs last: ours comes after its own.
+        temporary = safe_files.MadeFolder.temporary("haiprof-tensorboard-")
+        atexit.register(temporary.remove)
+        vars(sys.modules["tempfile"])["tempdir"] = str(temporary.path)
         patch_loading()
         patch_pages()
         spec = find_spec(_PLUGIN)

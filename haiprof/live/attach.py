@@ -302,8 +302,19 @@ def attach_sampling(
     """Samples counters and stacks of processes from outside, without changing them."""
     run, agent = _new_run_of(processes[0], request)
     ranks = tuple(at if each.rank is None else each.rank for at, each in enumerate(processes))
+    why = "not recorded: it does not run under haiprof (haiprof attach --inject)"
     for rank, process in zip(ranks, processes, strict=True):
-        _report_for(run, rank, process)
+        # The report that the rank would have written, for the samplers.
+        make_folder(run.rank(rank).root, below=run.root, new=True)
+        content = {
+            "version": SCHEMA_VERSION, "rank": rank, "attempt": 0, "restart": 0, "local_rank": None,
+            "world_size": process.world_size,
+            "pid": process.pid, "ppid": process.parent, "start_ticks": process.start_ticks,
+            "host": socket.gethostname(), "argv": mask_command(process.command),
+            "clock": {"wall_ns": time.time_ns(), "mono_ns": time.perf_counter_ns()},
+            "phases": dict.fromkeys(("dataloader", "forward", "backward", "optimizer"), why),
+        }  # fmt: skip
+        write_json(run.rank(rank).report, content, below=run.root)
     with agent:
         began = time.time_ns()
         named = "; ".join(f"{p.pid} ({shlex.join(p.command)[:60]})" for p in processes[:4])
@@ -313,8 +324,8 @@ def attach_sampling(
         until_s = time.monotonic() + request.time_s
         seen = sample_stacks(processes, run, seconds=request.time_s)
         time.sleep(max(until_s - time.monotonic(), 0.0))  # without stacks there are the counters
-        content = {"version": 1, "seen": [asdict(each) for each in seen]}
-        write_json(run.external_samples_json, content, below=run.root)
+        stacks = {"version": 1, "seen": [asdict(each) for each in seen]}
+        write_json(run.external_samples_json, stacks, below=run.root)
     between = began, time.time_ns()
     return Attached(run=str(run.root), how=OUTSIDE, between=between, ranks=ranks, seen=tuple(seen))
 
@@ -340,22 +351,6 @@ def _new_run(
     manifest = replace(manifest, cwd=cwd, environment={**environment, "attached": True})
     write_manifest(run, manifest)
     return run, _attached_agent(run, manifest, options, request.copies)
-
-
-def _report_for(run: RunPaths, rank: int, process: Process) -> None:
-    """Writes the report that a rank would have written, for the samplers."""
-    paths = run.rank(rank)
-    make_folder(paths.root, below=run.root, new=True)
-    why = "not recorded: it does not run under haiprof (haiprof attach --inject)"
-    content = {
-        "version": SCHEMA_VERSION, "rank": rank, "attempt": 0, "restart": 0, "local_rank": None,
-        "world_size": process.world_size,
-        "pid": process.pid, "ppid": process.parent, "start_ticks": process.start_ticks,
-        "host": socket.gethostname(), "argv": mask_command(process.command),
-        "clock": {"wall_ns": time.time_ns(), "mono_ns": time.perf_counter_ns()},
-        "phases": dict.fromkeys(("dataloader", "forward", "backward", "optimizer"), why),
-    }  # fmt: skip
-    write_json(paths.report, content, below=run.root)
 
 
 def _record(

@@ -55,7 +55,12 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
             if any(name in (w, os.path.basename(w)) for w in command_line(pid, proc=proc)[:8])
         ]  # fmt: skip
         ranks, where = ranks_among(pids, proc=proc), ""
-    recorded = {rank.pid: run for rank in ranks if (run := _recorded_in(rank)) is not None}
+    recorded = {}  # the run in which each has reported in, whoever started it
+    for rank in ranks:
+        folder = Path(rank.environ.get(ENV_ACTIVE) or "")
+        reported = RunPaths(folder).rank_folders() if folder.name else ()
+        if rank.pid in [try_read_json(paths.report).get("pid") for _, _, paths in reported]:
+            recorded[rank.pid] = folder.name
     if ranks and len(recorded) == len(ranks):
         runs = ", ".join(sorted(set(recorded.values())))
         raise UsageError(
@@ -80,14 +85,6 @@ def training_processes(name: str, *, proc: Path = Path("/proc")) -> list[Process
             hint="haiprof ls --live lists jobs under haiprof; or name a process id",
         )
     return ranks
-
-
-def _recorded_in(process: Process) -> str | None:
-    """The run in which a process has reported in; None where it has not, whoever started it."""
-    run = process.environ.get(ENV_ACTIVE)
-    paths = RunPaths(Path(run)).rank_folders() if run else ()
-    pids = [try_read_json(rank.report).get("pid") for _, _, rank in paths]
-    return Path(run).name if run and process.pid in pids else None
 
 
 def why_not_enter(pid: int, *, proc: Path = Path("/proc"), me: str = "self") -> str | None:

@@ -171,8 +171,10 @@ class TierFiles:
             self._begin_ns = begin_ns
         for key, cells in found.items():
             count, before = self._rows.get(key, (0, ()))
-            merged = [*map(_merge, before, cells)] if before else cells
-            self._rows[key] = count + 1, merged
+            if before:
+                cells = [(a[0] + b[0], a[1] + b[1], min(a[2], b[2]), max(a[3], b[3]))
+                         for a, b in zip(before, cells, strict=True)]  # fmt: skip
+            self._rows[key] = count + 1, cells
         if is_first:
             self.flush(wall_ns, mono_ns)
 
@@ -310,10 +312,6 @@ class SourceHistory:
                     value = grown / weight if weight else 0.0
             cells.append((value * weight, weight, value, value) if weight else _EMPTY)
         return cells
-
-
-def _merge(one: Cell, other: Cell) -> Cell:
-    return one[0] + other[0], one[1] + other[1], min(one[2], other[2]), max(one[3], other[3])
 
 
 SCAN_S = 5.0
@@ -527,7 +525,16 @@ class _Agent:
         thread.start()
         try:
             stop.wait(_SETTLED_S)
-            self._say_sizes(history)
+            # How much it will be, by the rows that this node has.
+            tiers = [sum(each.most_bytes for each in of_tier)
+                     for of_tier in zip(*history.files.values(), strict=True)]  # fmt: skip
+            whole = sum(tiers)
+            named = zip(TIERS, tiers, strict=True)
+            sizes = ", ".join(f"{tier.name} {bytes_text(size)}" for tier, size in named)
+            goes = f"; the oldest goes at {bytes_text(self.limit_bytes)}"
+            cut = goes if whole > self.limit_bytes else ""
+            print_message(f"when full {bytes_text(whole)} ({sizes}){cut}")
+            self._note({"type": "sizes", "whole_bytes": whole, "limit_bytes": self.limit_bytes})
             until_s = time.monotonic() + _DAY_S
             while time.monotonic() < until_s and (file_size(node.events) or 0) < _LINES_BYTES:
                 for line in watch.scan():
@@ -556,18 +563,6 @@ class _Agent:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         cpu_ns = time.process_time_ns()
         self._note({"type": "agent_cost", "cpu_ns": cpu_ns, "peak_rss_bytes": peak_bytes})
-
-    def _say_sizes(self, history: NodeHistory) -> None:
-        """How much it will be, by the rows that this node has."""
-        tiers = [sum(each.most_bytes for each in of_tier)
-                 for of_tier in zip(*history.files.values(), strict=True)]  # fmt: skip
-        whole = sum(tiers)
-        named = zip(TIERS, tiers, strict=True)
-        sizes = ", ".join(f"{tier.name} {bytes_text(size)}" for tier, size in named)
-        goes = f"; the oldest goes at {bytes_text(self.limit_bytes)}"
-        cut = goes if whole > self.limit_bytes else ""
-        print_message(f"when full {bytes_text(whole)} ({sizes}){cut}")
-        self._note({"type": "sizes", "whole_bytes": whole, "limit_bytes": self.limit_bytes})
 
 
 def _put_away(node: NodePaths, path: Path, *, at_bytes: int = 0) -> None:

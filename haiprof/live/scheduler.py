@@ -109,7 +109,12 @@ def _ask_slurm(job: str, manifest: Manifest, environ: Mapping[str, str]) -> _Ans
     jobs = [row for row in rows if row["JobIDRaw"] == job]
     if jobs:
         found["sacct"] = jobs[-1]
-        found["steps"] = [row for row in rows if _is_step_of(row, jobs[-1])][:_STEP_LIMIT]
+        first, last = (_number(jobs[-1][name]) for name in ("Start", "End"))
+        steps = [
+            row for row in rows if row["JobIDRaw"].startswith(f"{job}.")
+            and row["State"] != "COMPLETED" and first <= _number(row["Start"]) <= last
+        ]  # fmt: skip
+        found["steps"] = steps[:_STEP_LIMIT]
     states = [found.get("scontrol", {}).get("JobState"), found.get("sacct", {}).get("State")]
     if not any(states):
         other = "a job of that number, which is not this run's" if is_other else ""
@@ -136,12 +141,6 @@ def _accounting(
     head, *rows = [line.split("|") for line in said.splitlines()] or [[""]]
     whole = [dict(zip(head, map(_cut, row), strict=True)) for row in rows if len(row) == len(head)]
     return [{name: row.get(name, "") for name in _ACCOUNTED} for row in whole], why
-
-
-def _is_step_of(row: Mapping[str, str], job: Mapping[str, str]) -> bool:
-    began, first, last = (_number(x) for x in (row["Start"], job["Start"], job["End"]))
-    is_step = row["JobIDRaw"].startswith(f"{job['JobIDRaw']}.") and row["State"] != "COMPLETED"
-    return is_step and first <= began <= last
 
 
 def _is_of_run(manifest: Manifest, began: str | None, ended: str | None, nodes: str | None) -> bool:

@@ -263,13 +263,11 @@ def _odd(states: Sequence[RankState]) -> list[Suspect]:
 
 def saving(states: Sequence[RankState]) -> tuple[int, ...]:
     """Ranks whose main thread is saving a checkpoint: the others may wait for that."""
-    return tuple(s.rank for s in states if any(_is_save(frame) for frame in s.stack or ()))
-
-
-def _is_save(frame: Frame) -> bool:
-    file, _, function = frame
-    saves = function.lstrip("_").startswith(("save", "async_save"))
-    return saves and any(part in file for part in _SAVERS)
+    return tuple(
+        state.rank for state in states
+        if any(function.lstrip("_").startswith(("save", "async_save"))
+               and any(part in file for part in _SAVERS) for file, _, function in state.stack or ())
+    )  # fmt: skip
 
 
 def doing(state: RankState) -> str:

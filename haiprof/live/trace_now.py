@@ -124,7 +124,12 @@ def _ask_once(
     needed = 1 if read_members(run) else len(asked)  # nodes apart could not agree on it themselves
     # A rank alone begins at the next steps: with nobody to agree with it is never too late.
     agreed = not options.get("time_s") and (len(asked) > 1 or ranks is not None)
-    first = _first_step(statuses, needed, lead_s / pace) if agreed else None
+    # A step that no rank reaches before all have the request; a rank that has recorded for less
+    # than a second knows no pace yet.
+    steps = [reply.get("job_step") for reply in statuses if reply.get("step_ns")]
+    known = [step for step in steps if type(step) is int]
+    is_told = agreed and len(known) >= needed
+    first = max(known) + round(lead_s / pace) + LEAD_STEPS if is_told else None
     arguments = {
         **options, "window": window, "first": first, "ahead_s": lead_s, "valid_s": wait_s,
     }  # fmt: skip
@@ -145,18 +150,6 @@ def _pace(statuses: Iterable[Mapping[str, Any]]) -> float:
     """Seconds that a step takes, as the slowest rank says; 1 where none knows."""
     known = [reply.get("step_ns") for reply in statuses]
     return max((ns / 1e9 for ns in known if isinstance(ns, int) and ns > 0), default=1.0)
-
-
-def _first_step(
-    statuses: Iterable[Mapping[str, Any]], needed: int, steps_ahead: float
-) -> int | None:
-    """A step that no rank reaches before all have the request; None if too few ranks told theirs.
-
-    A rank that has recorded for less than a second knows no pace yet.
-    """
-    steps = [reply.get("job_step") for reply in statuses if reply.get("step_ns")]
-    known = [step for step in steps if type(step) is int]
-    return max(known) + round(steps_ahead) + LEAD_STEPS if len(known) >= needed else None
 
 
 def next_window(run: RunPaths) -> int:

@@ -424,12 +424,7 @@ def kernels(
     # With `is_kept`: whether a kernel has a row of its own.
     text, sum_ns = pl.col("name").cast(pl.String), pl.col("longest_ns")
     ordered = by_name.with_columns(text=text).sort(*_GROUP, -sum_ns, "text")
-    keep = pl.lit(True)
-    if num_kernels is not None:
-        keep = keep & (sum_ns.cum_count().over(_GROUP) <= num_kernels)
-    if duration_ratio is not None:
-        before = (sum_ns.cum_sum() - sum_ns).over(_GROUP)
-        keep = keep & (before < duration_ratio * sum_ns.sum().over(_GROUP))
+    keep = are_longest(sum_ns, _GROUP, count=num_kernels, ratio=duration_ratio)
     marked = ordered.with_columns(is_kept=keep).explode("dur_ns")
     found = marked.group_by(*_GROUP, "is_kept", own=pl.when("is_kept").then("name")).agg(
         **DURATION_STATISTICS,
@@ -443,6 +438,18 @@ def kernels(
     )
     ordered = named.sort(*_GROUP, pl.col("is_kept").not_(), -pl.col("sum_ns"), "name")
     return ordered.select(*_GROUP, "name", *DURATION_STATISTICS, "kind_ratio", "name_count", *told)
+
+
+def are_longest(
+    sums: pl.Expr, over: str | list[str], *, count: int | None, ratio: float | None
+) -> pl.Expr:
+    """Which rows, sorted by `sums`, are the first so many, and the first of such a share."""
+    keep = pl.lit(True)
+    if count is not None:
+        keep = keep & (sums.cum_count().over(over) <= count)
+    if ratio is not None:
+        keep = keep & ((sums.cum_sum() - sums).over(over) < ratio * sums.sum().over(over))
+    return keep
 
 
 def across_ranks(breakdown: pl.DataFrame) -> pl.DataFrame:
