@@ -562,18 +562,13 @@ def hta_source(
         raise UsageError("TraceAnalysis: no traces given", hint=_HINT)
     if isinstance(files, str | Path) or not files:
         raise UsageError(f"TraceAnalysis: trace_files={files!r}: expected files", hint=_HINT)
-    named = _find_files(files, folder)
+
+    def find(name: str | Path) -> Path:  # as HTA: what is no file by itself is one in the folder
+        return Path(name) if folder is None or Path(name).is_file() else folder / name
+
+    named: NamedFiles = tuple(map(find, () if isinstance(files, Mapping) else files))
+    if isinstance(files, Mapping):
+        named = {rank: find(name) for rank, name in sorted(files.items())}
     paths = list(named.values() if isinstance(named, Mapping) else named)
     common = os.path.commonpath([os.path.abspath(each.parent) for each in paths])
     return folder or Path(common), named
-
-
-def _find_files(files: HtaFiles, folder: Path | None) -> NamedFiles:
-    """As HTA finds them: a name that is no file by itself is one in the folder."""
-
-    def find(name: str | Path) -> Path:
-        return Path(name) if folder is None or Path(name).is_file() else folder / name
-
-    if isinstance(files, Mapping):
-        return {rank: find(name) for rank, name in sorted(files.items())}
-    return tuple(find(name) for name in files)

@@ -150,7 +150,13 @@ class Sender:
         identity = run_identity(analyzer.files)
         series = [each.take(is_new) for each in found if (
             is_new := each.time_ns > self._sent_ns.get(_identity(each), 0)).any()]  # fmt: skip
-        steps = self._newer_steps(analyzer.steps())
+        every = analyzer.steps()
+        known = [(*key, end_ns) for key, end_ns in self._sent_ns.items() if len(key) == 2]
+        own_types = {name: every.schema[name] for name in ("rank", "attempt")}
+        types: dict[str, pl.DataType] = {**own_types, "sent": pl.Int64()}
+        sent = pl.DataFrame(known, schema=types, orient="row")
+        own = every.join(sent, on=["rank", "attempt"], how="left")
+        steps = own.filter(pl.col("sent").fill_null(0) < _END).drop("sent")
         for batch in (*otlp_batches(series, identity), *step_batches(steps, identity)):
             self._push_batch(batch)
         for each in series:
@@ -158,14 +164,6 @@ class Sender:
         for rank, attempt, end_ns in steps.group_by("rank", "attempt").agg(_END.max()).rows():
             self._sent_ns[rank, attempt] = end_ns
         return self.done
-
-    def _newer_steps(self, steps: pl.DataFrame) -> pl.DataFrame:
-        known = [(*key, end_ns) for key, end_ns in self._sent_ns.items() if len(key) == 2]
-        own_types = {name: steps.schema[name] for name in ("rank", "attempt")}
-        types: dict[str, pl.DataType] = {**own_types, "sent": pl.Int64()}
-        sent = pl.DataFrame(known, schema=types, orient="row")
-        own = steps.join(sent, on=["rank", "attempt"], how="left")
-        return own.filter(pl.col("sent").fill_null(0) < _END).drop("sent")
 
     def _push_batch(self, batch: Batch) -> None:
         done = self.done

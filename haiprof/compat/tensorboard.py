@@ -19,9 +19,8 @@ from haiprof.base import safe_files
 from haiprof.base.errors import HaiprofError, MissingExtraError, TraceFormatError, convert_os_errors
 from haiprof.base.local_http import GuardedHandler, GuardedServer, own_readers
 from haiprof.base.stop_signal import stop_event
-from haiprof.compat.torch_profiler.loading import patch_loading, stop_loading
 from haiprof.compat.torch_profiler.pages import Pages
-from haiprof.compat.torch_profiler.patches import patch_pages
+from haiprof.compat.torch_profiler.patches import patch_loading, patch_pages, stop_loading
 from haiprof.run_format.layout import PLAIN_TRACE_SUFFIX, TRACE_SUFFIX, RunPaths
 from haiprof.show.run_header import manifest_or_none, run_header
 from haiprof.show.scalars import write_scalars

@@ -274,7 +274,12 @@ def trace_processes(
         apart = found.aligned is False and not trace_request.time_s
         if not (missed or apart) or tries == ATTEMPTS - 1:
             break
-        _remove(found)
+        # The traces of an attempt whose ranks are at different steps are removed.
+        for path in (Path(each.path) for each in found.done if each.path):
+            if path.parent.name == "traces" and (part := _part_of(path)) is not None:
+                for file in (part.sidecar, part.raw):
+                    safe_files.remove_file(file, below=part.run.root)
+            safe_files.remove_file(path, below=path.parent)
         if apart:
             # A roundup of which all processes will most probably hear in time.
             steps = [each.step_ns for each in found.done if each.step_ns]
@@ -439,15 +444,6 @@ _WHY_SILENT = {
     "over": "it dropped the request: a profiler of its own began before the window did",
     "delivered": "it has the request, and made no trace: no optimizer stepped, or not often enough",
 }
-
-
-def _remove(found: KinetoTraces) -> None:
-    """Removes the traces of an attempt whose ranks are at different steps."""
-    for path in (Path(each.path) for each in found.done if each.path):
-        if path.parent.name == "traces" and (part := _part_of(path)) is not None:
-            for file in (part.sidecar, part.raw):
-                safe_files.remove_file(file, below=part.run.root)
-        safe_files.remove_file(path, below=path.parent)
 
 
 AHEAD_MS = 10_000

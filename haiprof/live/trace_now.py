@@ -98,7 +98,20 @@ def trace_now(
         )  # fmt: skip
         if not all((rank.reason or "").endswith((OVER, TOO_LATE)) for rank in found.ranks):
             break
-    return _with_files(run, found, answers, progress)
+    # With the traces' paths, once the agents have compressed them.
+    files: dict[int | None, Path] = {}
+    places: dict[int | None, str] = {}
+    for reply in answers.replies.values():
+        rank, name = reply.get("rank"), f"{reply.get('stem')}{TRACE_SUFFIX}"
+        if isinstance(reply.get("stem"), str) and "run" in reply:
+            places[rank] = f"{reply.get('host')}:{reply['run']}/traces/{name}"
+        elif isinstance(reply.get("stem"), str):
+            files[rank] = run.traces / name
+    files = {rank: path for rank, path in files.items() if path.parent == run.traces}
+    wait_for_files(list(files.values()), WRITE_S, progress)
+    places |= {rank: str(path) for rank, path in files.items() if path.is_file()}
+    done = [replace(rank, path=places.get(rank.rank)) for rank in found.ranks]
+    return replace(found, ranks=tuple(done))
 
 
 def wait_until(wall_ns: int, before_s: float, progress: Progress) -> None:
@@ -172,23 +185,6 @@ def _rank_trace(member: Member, answers: Answers) -> RankTrace:
         rank=member.rank, host=member.host, state=state, reason=reason, path=None,
         steps=two, stall_ns=integer(reply.get("stall_ns")),
     )  # fmt: skip
-
-
-def _with_files(run: RunPaths, found: TraceNow, answers: Answers, progress: Progress) -> TraceNow:
-    """The same with the traces' paths, once the agents have compressed them."""
-    files: dict[int | None, Path] = {}
-    places: dict[int | None, str] = {}
-    for reply in answers.replies.values():
-        rank, name = reply.get("rank"), f"{reply.get('stem')}{TRACE_SUFFIX}"
-        if isinstance(reply.get("stem"), str) and "run" in reply:
-            places[rank] = f"{reply.get('host')}:{reply['run']}/traces/{name}"
-        elif isinstance(reply.get("stem"), str):
-            files[rank] = run.traces / name
-    files = {rank: path for rank, path in files.items() if path.parent == run.traces}
-    wait_for_files(list(files.values()), WRITE_S, progress)
-    places |= {rank: str(path) for rank, path in files.items() if path.is_file()}
-    done = [replace(rank, path=places.get(rank.rank)) for rank in found.ranks]
-    return replace(found, ranks=tuple(done))
 
 
 def wait_for_files(paths: Sequence[Path], limit_s: float, progress: Progress) -> None:

@@ -321,7 +321,22 @@ def kernel_sequences(
     parts of them. HTA looks only at matching operators of the least depth in the trace, and
     so misses those that stand deeper elsewhere.
     """
-    calls = _calls(with_operator(trace, steps, annotations=True), operator)
+    owned = with_operator(trace, steps, annotations=True)
+    spans = owned.tree.spans
+    matching = spans["name"].cast(pl.String).str.contains(operator, literal=True).to_numpy()
+    # The outermost matching row at or above each row; -1 where none matches.
+    row = np.full(len(owned.row), -1, dtype=np.int64)
+    for place, around in owned.tree.outwards(owned.row):
+        row[place[matching[around]]] = around[matching[around]]
+    kernels = owned.gpu.with_columns(operator_row=pl.Series(row)).filter(pl.Series(row >= 0))
+    # A row per outermost matching call with kernels, these in the order of their start.
+    calls = kernels.group_by("operator_row", maintain_order=True).agg(
+        kernels=pl.col("name").cast(pl.String), gpu_duration_ns=pl.col("dur_ns").sum()
+    )
+    called = spans[calls["operator_row"]]
+    calls = calls.with_columns(
+        operator=called["name"].cast(pl.String), cpu_duration_ns=called["dur_ns"]
+    )
     long_enough = calls.filter(pl.col("kernels").list.len() >= min_pattern_length)
     pattern = pl.concat_list("operator", "kernels").list.join("|")
     found = long_enough.group_by(pattern=pattern).agg(
@@ -361,21 +376,3 @@ def operator_sequences(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         runtime_delay_mean_ns=pl.col("runtime_delay").mean(),
     )
     return found.sort(-pl.col("count"), "operator", "kernel_sequence")
-
-
-def _calls(owned: GpuLaunches, operator: str) -> pl.DataFrame:
-    """A row per outermost matching call with kernels, these in the order of their start."""
-    spans = owned.tree.spans
-    matching = spans["name"].cast(pl.String).str.contains(operator, literal=True).to_numpy()
-    # The outermost matching row at or above each row; -1 where none matches.
-    row = np.full(len(owned.row), -1, dtype=np.int64)
-    for place, around in owned.tree.outwards(owned.row):
-        row[place[matching[around]]] = around[matching[around]]
-    kernels = owned.gpu.with_columns(operator_row=pl.Series(row)).filter(pl.Series(row >= 0))
-    calls = kernels.group_by("operator_row", maintain_order=True).agg(
-        kernels=pl.col("name").cast(pl.String), gpu_duration_ns=pl.col("dur_ns").sum()
-    )
-    called = spans[calls["operator_row"]]
-    return calls.with_columns(
-        operator=called["name"].cast(pl.String), cpu_duration_ns=called["dur_ns"]
-    )

@@ -166,7 +166,20 @@ def data_dependencies(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     ]
     edges = pl.concat(parts).drop_nulls().unique(["before", "after"], maintain_order=True)
     known = edges.filter(pl.col("before").is_in(nodes["node"].implode()))
-    kept = _acyclic(nodes, known)
+    # Without edges that close circles; the callers' tree stays.
+    kept, numbers = known, nodes["node"].to_numpy()
+    called = nodes.drop_nulls("parent")
+    tree = (np.searchsorted(numbers, called["parent"]), np.searchsorted(numbers, called["node"]))
+    for attempt in range(3):
+        before, after = (
+            np.searchsorted(numbers, kept[name].to_numpy()) for name in ("before", "after")
+        )
+        stuck = in_circles(len(numbers), np.append(tree[0], before), np.append(tree[1], after))
+        if not stuck.any():
+            break
+        inside = stuck[before] & stuck[after]
+        backward = (before >= after) if attempt == 0 else np.ones(len(before), dtype=np.bool_)
+        kept = kept.filter(pl.Series(~(inside & backward), dtype=pl.Boolean))
     return kept, len(known) - len(kept)
 
 
@@ -174,25 +187,6 @@ def _chain(rows: pl.DataFrame, keys: list[str], why: str) -> pl.DataFrame:
     """Each of a thread or stream after the one before it."""
     before = pl.col("node").shift(1).over(keys)
     return rows.select(before=before, after="node", why=pl.lit(why))
-
-
-def _acyclic(nodes: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
-    """Edges without those that close circles; the callers' tree stays."""
-    numbers = nodes["node"].to_numpy()
-    called = nodes.drop_nulls("parent")
-    tree = (np.searchsorted(numbers, called["parent"]), np.searchsorted(numbers, called["node"]))
-    for attempt in range(3):
-        before = np.searchsorted(numbers, edges["before"].to_numpy())
-        after = np.searchsorted(numbers, edges["after"].to_numpy())
-        stuck = in_circles(
-            len(numbers), np.concatenate([tree[0], before]), np.concatenate([tree[1], after])
-        )
-        if not stuck.any():
-            break
-        inside = stuck[before] & stuck[after]
-        backward = (before >= after) if attempt == 0 else np.ones(len(before), dtype=np.bool_)
-        edges = edges.filter(pl.Series(~(inside & backward), dtype=pl.Boolean))
-    return edges
 
 
 def in_circles(count: int, before: Ints, after: Ints) -> Bools:

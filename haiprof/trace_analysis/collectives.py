@@ -18,6 +18,7 @@ from haiprof.base.intervals import covered_lengths, difference, total, union
 from haiprof.base.medians import MAD_TO_SIGMA
 from haiprof.base.units import duration_text
 from haiprof.trace_analysis import device_time
+from haiprof.trace_analysis.operator_work import ITEM_BYTES, type_of
 from haiprof.trace_analysis.pool import Progress, default_pool
 from haiprof.trace_format.clock_offsets import estimate_offsets
 from haiprof.trace_format.kineto.events import GPU_BACKENDS, HOST_BACKENDS
@@ -127,14 +128,6 @@ _KINDS = (
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """No rank leaves one of these before all have entered, unlike the root of a broadcast."""
 
-# PyTorch's names of element types, in collectives' metadata and in operators' input types.
-_ELEMENT_BYTES = {
-    "byte": 1, "char": 1, "bool": 1, "unsigned char": 1, "signed char": 1,
-    "short": 2, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2,
-    "int": 4, "float": 4, "long": 8, "long int": 8, "double": 8,
-    "complexhalf": 4, "complexfloat": 8, "complexdouble": 16,
-}  # fmt: skip
-
 _MOST_ELEMENTS = 1 << 56
 ON_CPU = -1  # device of collectives that gloo or MPI run on the CPU
 KERNELS_SCHEMA = {
@@ -237,8 +230,8 @@ def text_or_null(name: str) -> pl.Expr:
 
 
 def _size(dtype: str | None) -> int | None:
-    plain = (dtype or "").lower()
-    return 1 if plain.startswith("float8") else _ELEMENT_BYTES.get(plain)
+    kind = type_of(dtype)
+    return 1 if kind.startswith("float8") else ITEM_BYTES.get(kind)
 
 
 def _with_step(trace: Trace, found: pl.DataFrame) -> pl.DataFrame:
@@ -446,12 +439,21 @@ def _in_possible_order(kernels: pl.DataFrame) -> pl.DataFrame:
     Of the times as they are and those with clocks compared by ends, the better ones count: ranks of
     gloo on one host end a collective ms apart, and what that says of their clocks is wrong.
     """
+    # Clocks agree uncorrected where most kernels of the group end together on all its ranks: one
+    # ahead by a whole period of the job would look like a rank without its first kernel.
+    counted = kernels.with_columns(group_rank_count=pl.col("rank").n_unique().over(*_GROUP))
+    everyone = pl.col("rank").n_unique().over("key") == pl.col("group_rank_count")
+    together = _by_end(counted).filter(everyone).select("rank", "event", together=True)
+    share = pl.col("together").is_not_null().mean().over(*_GROUP, "role")
+    agreed = counted.join(together, on=["rank", "event"], how="left").select(
+        "rank", "event", one_clock=share >= ONE_CLOCK_RATIO
+    )
     # Column by column: polars evaluates a window inside of another one within the outer's groups.
     first = pl.col("end_ns").min()
     timed = kernels.with_columns(start=pl.col("start_ns") - first, end=pl.col("end_ns") - first)
     timed = timed.with_columns(clock=pl.col("end") - pl.col("end").median().over("key"))
     off = pl.when(~pl.col("one_clock")).then(pl.col("clock")).otherwise(0).median()
-    timed = timed.join(_one_clock(kernels), on=["rank", "event"]).with_columns(off=off.over("rank"))
+    timed = timed.join(agreed, on=["rank", "event"]).with_columns(off=off.over("rank"))
     judged = timed.with_columns(plain=_is_possible(pl.lit(0)), moved=_is_possible(pl.col("off")))
     shares = judged.with_columns(pl.col(name).mean().over(*_GROUP, "role").alias(f"{name}_share")
                                  for name in ("plain", "moved"))  # fmt: skip
@@ -466,19 +468,6 @@ def _is_possible(off: pl.Expr) -> pl.Expr:
     last_start = (pl.col("start") - off).max().over("key")
     first_end = (pl.col("end") - off).min().over("key")
     return (last_start <= first_end) | ~pl.col("kind").is_in(SYNCHRONISING)
-
-
-def _one_clock(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Whether clocks agree uncorrected: most kernels of the group end together on all its ranks.
-
-    A clock ahead by a whole period of the job would look like a rank without its first kernel.
-    """
-    counted = kernels.with_columns(group_rank_count=pl.col("rank").n_unique().over(*_GROUP))
-    everyone = pl.col("rank").n_unique().over("key") == pl.col("group_rank_count")
-    together = _by_end(counted).filter(everyone).select("rank", "event", together=True)
-    joined = counted.join(together, on=["rank", "event"], how="left")
-    share = pl.col("together").is_not_null().mean().over(*_GROUP, "role")
-    return joined.select("rank", "event", one_clock=share >= ONE_CLOCK_RATIO)
 
 
 def _by_end(kernels: pl.DataFrame) -> pl.DataFrame:

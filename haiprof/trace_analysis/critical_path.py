@@ -149,7 +149,20 @@ def _infer_waits(gpu: dependencies.DeviceEvents, best: Ints, why: Ints) -> Ints:
     (that need not be an order: it may have waited for room).
     """
     late = gpu.starts - best > dependencies.USUAL_DELAY_NS
-    told = np.zeros_like(late) if gpu.trace.sync.height else _wait_called(gpu)
+    # Whether the launching thread made its stream wait since the stream's launch before; not looked
+    # for where sync events say it.
+    told, calls = np.zeros_like(late), gpu.calls
+    waits = calls.find(dependencies.WAIT_CALL)
+    before = np.full(len(gpu.starts), dependencies.NEVER, dtype=np.int64)
+    for line in gpu.lines():
+        own = gpu.launch_order(line)
+        before[own[1:]] = gpu.launched[own[:-1]]
+    launched = np.flatnonzero(gpu.known)
+    for thread in () if gpu.trace.sync.height else np.unique(calls.thread[waits]):
+        times = calls.starts[waits[calls.thread[waits] == thread]]
+        own = launched[calls.thread[gpu.call[launched]] == thread]
+        last = np.searchsorted(times, gpu.launched[own], side="right") - 1
+        told[own] = (last >= 0) & (times[np.maximum(last, 0)] > before[own])
     correlation = gpu.frame["correlation"].fill_null(-1)
     graph = (correlation.is_duplicated() & (correlation > 0)).to_numpy()
     looking = np.flatnonzero((late | told | graph) & (why != EVENT) & (why != HOST))
@@ -172,23 +185,6 @@ def _infer_waits(gpu: dependencies.DeviceEvents, best: Ints, why: Ints) -> Ints:
     return found
 
 
-def _wait_called(gpu: dependencies.DeviceEvents) -> Bools:
-    """Whether the launching thread made its stream wait since the stream's launch before."""
-    calls, waits = gpu.calls, gpu.calls.find(dependencies.WAIT_CALL)
-    told = np.zeros(len(gpu.starts), dtype=np.bool_)
-    before = np.full(len(gpu.starts), dependencies.NEVER, dtype=np.int64)
-    for line in gpu.lines():
-        own = gpu.launch_order(line)
-        before[own[1:]] = gpu.launched[own[:-1]]
-    launched = np.flatnonzero(gpu.known)
-    for thread in np.unique(calls.thread[waits]):
-        times = calls.starts[waits[calls.thread[waits] == thread]]
-        own = launched[calls.thread[gpu.call[launched]] == thread]
-        last = np.searchsorted(times, gpu.launched[own], side="right") - 1
-        told[own] = (last >= 0) & (times[np.maximum(last, 0)] > before[own])
-    return told
-
-
 _JOINS = {
     "of": pl.Int64, "time": pl.Int64, "cause_time": pl.Int64, "gpu_row": pl.Int64,
     "thread": pl.Int64, "call_row": pl.Int64, "assumed": pl.Boolean,
@@ -197,17 +193,6 @@ _JOINS = {
 when it resumed and when that finished, in ns; the GPU event, or the number of the other thread, -1
 where it was the other of these; the row of the call that waited, or -1; whether it was inferred,
 not recorded."""
-
-
-def joins_by_thread(
-    host: dependencies.HostEvents, gpu: dependencies.DeviceEvents, main: int
-) -> dict[int, pl.DataFrame]:
-    """The joins of each thread by time, by its number; columns of `_JOINS`."""
-    found = chain(_blocking_calls(host, gpu), _between_threads(host, main))
-    parts = [pl.DataFrame(schema=_JOINS)]
-    parts += [pl.DataFrame(dict(zip(_JOINS, each, strict=True)), schema=_JOINS) for each in found]
-    ordered = pl.concat(parts).sort("of", "time", "cause_time", maintain_order=True)
-    return {int(rows["of"][0]): rows for rows in ordered.partition_by("of")}
 
 
 _Join = tuple[int | Ints | Bools, ...]
@@ -259,7 +244,7 @@ class Graph:
     host: dependencies.HostEvents
     gpu: dependencies.DeviceEvents
     causes: Causes
-    joins: dict[int, pl.DataFrame]  # as `joins_by_thread` has them
+    joins: dict[int, pl.DataFrame]  # by the number of the thread and time; columns of `_JOINS`
     main: int  # number of the window's thread
 
 
@@ -536,9 +521,12 @@ def critical_path(
     host = dependencies.HostEvents(trace)
     window = find_window(trace, host, steps=steps, annotation=annotation, instance=instance)
     gpu, main = dependencies.device_events(trace), host.number_of(window.thread)
-    graph = Graph(
-        host=host, gpu=gpu, causes=causes(gpu), joins=joins_by_thread(host, gpu, main), main=main
-    )
+    found = chain(_blocking_calls(host, gpu), _between_threads(host, main))
+    parts = [pl.DataFrame(schema=_JOINS)]
+    parts += [pl.DataFrame(dict(zip(_JOINS, each, strict=True)), schema=_JOINS) for each in found]
+    ordered = pl.concat(parts).sort("of", "time", "cause_time", maintain_order=True)
+    joins = {int(rows["of"][0]): rows for rows in ordered.partition_by("of")}
+    graph = Graph(host=host, gpu=gpu, causes=causes(gpu), joins=joins, main=main)
     # It ends with the host, or with the GPU event launched within it that ends after that.
     own = np.flatnonzero((gpu.launched >= window.start_ns) & (gpu.launched < window.host_end_ns))
     last = int(own[np.argmax(gpu.ends[own])]) if len(own) else -1

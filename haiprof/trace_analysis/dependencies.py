@@ -306,7 +306,25 @@ def _stream_syncs(gpu: DeviceEvents) -> HostWaits:
     syncs = gpu.calls.find(STREAM_SYNC)
     starts, ends = gpu.calls.starts[syncs], gpu.calls.ends[syncs]
     event = np.full(len(syncs), -1, dtype=np.int64)
-    stream, device, until = _recorded_scopes(gpu, syncs)
+    # Stream and device that each call waited for, -1 where no sync event says so, and until when:
+    # when the event was recorded that it waited for; else when the call began.
+    calls, sync = gpu.calls.frame, gpu.trace.sync
+    kind = pl.col("sync_kind").cast(pl.String)
+    is_event = kind == "Event Sync"
+    times = calls.select(wait_on_correlation="correlation", recorded="ts_ns").drop_nulls()
+    scopes = (
+        sync.filter(is_event | (kind == "Stream Sync"))
+        .with_columns(line=pl.when(is_event).then("wait_on_stream").otherwise("stream"))
+        .filter(pl.col("line").is_between(0, (1 << 31) - 1))
+        .join(times.unique("wait_on_correlation"), on="wait_on_correlation", how="left")
+        .select("correlation", "device", "line", "recorded")
+        .unique("correlation", keep="first")
+    )
+    known = calls.select("correlation")[syncs].join(
+        scopes, on="correlation", how="left", maintain_order="left"
+    )  # fmt: skip
+    stream, device = (known[name].fill_null(-1).to_numpy().copy() for name in ("line", "device"))
+    until = np.minimum(known["recorded"].fill_null(1 << 62).to_numpy(), starts)
     assumed = stream < 0
     last, _ = launches_around(gpu, syncs)
     guessed = assumed & (last >= 0)
@@ -320,30 +338,6 @@ def _stream_syncs(gpu: DeviceEvents) -> HostWaits:
     within = gpu.latest_within(starts[missed], ends[missed])
     event[missed] = np.where((within < 0) & (done[missed] <= starts[missed]), event[missed], within)
     return HostWaits(STREAM, syncs, event, assumed)
-
-
-def _recorded_scopes(gpu: DeviceEvents, syncs: Ints) -> tuple[Ints, Ints, Ints]:
-    """Stream and device that each call waited for, -1 where no sync event says so, and until when.
-
-    That is when the event was recorded that it waited for; else when the call began.
-    """
-    starts, calls, sync = gpu.calls.starts[syncs], gpu.calls.frame, gpu.trace.sync
-    kind = pl.col("sync_kind").cast(pl.String)
-    is_event = kind == "Event Sync"
-    times = calls.select(wait_on_correlation="correlation", recorded="ts_ns").drop_nulls()
-    scopes = (
-        sync.filter(is_event | (kind == "Stream Sync"))
-        .with_columns(line=pl.when(is_event).then("wait_on_stream").otherwise("stream"))
-        .filter(pl.col("line").is_between(0, (1 << 31) - 1))
-        .join(times.unique("wait_on_correlation"), on="wait_on_correlation", how="left")
-        .select("correlation", "device", "line", "recorded")
-        .unique("correlation", keep="first")
-    )
-    own = calls.select("correlation")[syncs].join(
-        scopes, on="correlation", how="left", maintain_order="left"
-    )  # fmt: skip
-    stream, device = (own[name].fill_null(-1).to_numpy().copy() for name in ("line", "device"))
-    return stream, device, np.minimum(own["recorded"].fill_null(1 << 62).to_numpy(), starts)
 
 
 def _full_queue(gpu: DeviceEvents) -> HostWaits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +20,7 @@ from haiprof.base.statistics import student_quantile
 from haiprof.base.units import ranks_text, ratio_text
 from haiprof.trace_analysis import host_activity
 from haiprof.trace_analysis.arrivals import arrival_lateness, who_is_late
+from haiprof.trace_analysis.call_tree import ADDRESS
 from haiprof.trace_analysis.device_ledger import (
     COMPUTE,
     CONVERSIONS,
@@ -473,24 +475,21 @@ def _account(
         gain_low = 0.0
     remedy = None if needed else remedy_of(activity)
     inner = host_activity.parse_place(code[0])[0] if code else None
+    package = None if key["file"] is None else "job"  # whose code is innermost
+    if inner is not None:
+        top = inner.replace("\\", "/").split("/")[0].removesuffix(".py")
+        is_own = inner == key["file"] and top not in host_activity.LIBRARIES
+        package = "job" if is_own else top
     paid = int((times > 0).any(axis=0).sum())
     return Account(
         ranks=() if len(key["ranks"]) == rank_count else tuple(key["ranks"]),
-        position=str(key["position"]), activity=activity, package=_package(inner, key["file"]),
+        position=str(key["position"]), activity=activity, package=package,
         file=key["file"], line=key["line"], function=function,
         callees=tuple(code), ns_per_step=mean, low_ns=low, high_ns=high, needed=needed,
         gain_ns=gain, gain_low_ns=gain_low, gain_high_ns=gain_high,
         when="each step" if paid == times.shape[1] else f"in {paid} of {times.shape[1]} steps",
         explanation=remedy.key if remedy else None,
     )  # fmt: skip
-
-
-def _package(inner: str | None, file: object) -> str | None:
-    """Whose code is innermost: `job` where it is the job's own."""
-    if inner is None:
-        return None if file is None else "job"
-    top = inner.replace("\\", "/").split("/")[0].removesuffix(".py")
-    return top if top in host_activity.LIBRARIES else "job" if inner == file else top
 
 
 def _interval(values: Floats, mean: float) -> tuple[float, float]:
@@ -511,7 +510,7 @@ def _largest_code(rows: pl.DataFrame) -> dict[int, list[str]]:
         most = summed.sort(-pl.col("ns"), name).unique("account", keep="first", maintain_order=True)
         known = most.join(whole, on="account").filter(pl.col("ns") * 3 > pl.col("whole"))
         for account, text in known.select("account", name).iter_rows():
-            found[account].append(host_activity.ADDRESS.sub("", text))
+            found[account].append(re.sub(ADDRESS, "", text))
     return found
 
 

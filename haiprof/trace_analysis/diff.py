@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from haiprof.base.statistics import LEAST, Comparison, adjust_p_values, compare_
 from haiprof.trace_analysis.call_tree import nest, uncovered_starts
 from haiprof.trace_analysis.device_ledger import CONVERSIONS, IDLE
 from haiprof.trace_analysis.device_time import Steps, step_marks, union_of, with_launch
-from haiprof.trace_analysis.device_verdict import DeviceLedger, OperatorRole, call_nodes
+from haiprof.trace_analysis.device_verdict import DeviceLedger, call_nodes
 from haiprof.trace_analysis.kernel_names import FULL, name_normalizer, split_geometry, with_geometry
 from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.rank_trace import STEP_NAME, Trace
@@ -65,7 +65,15 @@ def step_samples(
         is_kernel = kind == KERNEL
         gpu = with_geometry(trace.gpu) if is_kernel and geometry else trace.gpu
         events = _events(trace, kind, gpu, by_launch=windows[0].step is not None)
-        events = _compared_names(events, name_normalizer(names, is_kernel=is_kernel))
+        # With the names that are compared, as codes of an Enum; a kernel's geometry stays behind.
+        rename, recorded = name_normalizer(names, is_kernel=is_kernel), events["name"].unique()
+        kept = [rename(plain) + geometry for plain, geometry
+                in map(split_geometry, recorded.cast(pl.String))]  # fmt: skip
+        texts = pl.Series("kept", kept, dtype=pl.Enum(sorted(set(kept))))
+        named = events.join(
+            pl.DataFrame([recorded, texts]), on="name", how="left", maintain_order="left"
+        )
+        events = named.drop("name").rename({"kept": "name"})
         if is_kernel:
             lost = events.filter(pl.col("when_ns").is_null())
             parts.append(lost.group_by(pl.lit(None, pl.Int64).alias("step")).agg(
@@ -104,18 +112,6 @@ def _events(trace: Trace, kind: str, gpu: pl.DataFrame, *, by_launch: bool) -> p
     table = {OPERATOR: trace.ops, RUNTIME: trace.runtime}.get(kind, trace.host_ranges)
     events = table.filter(~has_name(table, STEP_NAME))
     return events.select(*columns, pl.col("ts_ns").alias("when_ns"))
-
-
-def _compared_names(events: pl.DataFrame, rename: Callable[[str], str]) -> pl.DataFrame:
-    """With the names that are compared, as codes of an Enum; a kernel's geometry stays behind."""
-    recorded = events["name"].unique()
-    parts = map(split_geometry, recorded.cast(pl.String))
-    kept = [rename(plain) + geometry for plain, geometry in parts]
-    table = pl.DataFrame(
-        {"name": recorded, "kept": pl.Series(kept, dtype=pl.Enum(sorted(set(kept))))}
-    )
-    named = events.join(table, on="name", how="left", maintain_order="left")
-    return named.drop("name").rename({"kept": "name"})
 
 
 def _per_window(events: pl.DataFrame, windows: list[_StepWindow], kind: str) -> pl.DataFrame:
@@ -368,9 +364,20 @@ def _names(before: _JobSamples, after: _JobSamples, step_difference_ns: float) -
     names = keys.filter(pl.col("of") != STEP_ROW).sort("of", "name").with_row_index("at")
     control, control_steps = _measure(before, names, "control")
     test, test_steps = _measure(after, names, "test")
+    # Probabilities and p-values of each name, or why they are missing.
+    pairs = zip(control_steps, test_steps, strict=True)
+    compared: list[Comparison] = [compare_samples(old, new) for old, new in pairs]
+    p_values = [one.p_value for one in compared]
+    together: list[float | None] = []
+    for own in names["of"].rle().struct.field("len"):  # names stand by their kind
+        together += adjust_p_values(p_values[len(together) :][:own])
+    likely = [None if one.p_value is None else one.greater_probability for one in compared]
+    reasons = [_too_few(before, after) if p is None else None for p in p_values]
+    numbers = {"slower_probability": likely, "p_value": p_values, "adjusted_p_value": together}
     found = pl.concat([names, control, test], how="horizontal").with_columns(
         _change(before, after, names),
-        **_test_names(before, after, names["of"], control_steps, test_steps),
+        **{name: pl.Series(values, dtype=pl.Float64) for name, values in numbers.items()},
+        no_p_value_reason=pl.Series(reasons, dtype=pl.String),
         difference_ns=pl.col("test_ns") - pl.col("control_ns"),
         ratio=pl.when(pl.col("control_ns") > 0).then(pl.col("test_ns") / pl.col("control_ns")),
         explained_ns=pl.when(pl.col("of").is_in(list(NOTHING))).then(
@@ -421,23 +428,6 @@ def _change(before: _JobSamples, after: _JobSamples, names: pl.DataFrame) -> pl.
         .when(new < old).then(pl.lit(DECREASED))
         .otherwise(pl.lit(UNCHANGED)).alias("change")
     )  # fmt: skip
-
-
-def _test_names(
-    before: _JobSamples, after: _JobSamples, kinds: pl.Series, control: Floats, test: Floats
-) -> dict[str, pl.Series]:
-    """Probabilities and p-values of each name, or why they are missing."""
-    pairs = zip(control, test, strict=True)
-    compared: list[Comparison] = [compare_samples(old, new) for old, new in pairs]
-    p_values = [one.p_value for one in compared]
-    together: list[float | None] = []
-    for own in kinds.rle().struct.field("len"):  # names stand by their kind
-        together += adjust_p_values(p_values[len(together) :][:own])
-    likely = [None if one.p_value is None else one.greater_probability for one in compared]
-    reasons = [_too_few(before, after) if p is None else None for p in p_values]
-    numbers = {"slower_probability": likely, "p_value": p_values, "adjusted_p_value": together}
-    found = {name: pl.Series(values, dtype=pl.Float64) for name, values in numbers.items()}
-    return found | {"no_p_value_reason": pl.Series(reasons, dtype=pl.String)}
 
 
 def _steps(before: _JobSamples, after: _JobSamples) -> pl.DataFrame:
@@ -531,12 +521,24 @@ def compare_devices(before: DeviceLedger, after: DeviceLedger) -> DeviceComparis
     """
     sides = before, after
     tops = {role.top for role in before.roles} & {role.top for role in after.roles} - {None}
-    rows = _operator_rows(before.roles, after.roles, tops)
+    found: dict[str, tuple[dict[str, float], ...]] = {}
+    for side, ledger in enumerate(sides):
+        for each in ledger.roles:
+            top = str(each.top if each.top in tops else each.kind)
+            operators = found.setdefault(top, (defaultdict(float), defaultdict(float)))[side]
+            operators[each.name] += each.ns_per_step
+    rows = []
+    for top, both in found.items():
+        first, last = (tuple(sorted(one.items(), key=lambda pair: -pair[1])) for one in both)
+        rows.append(ComparedRow(
+            of=OPERATORS, role=top, before_ns=sum(both[0].values()),
+            after_ns=sum(both[1].values()), before=first, after=last,
+        ))  # fmt: skip
     activities = defaultdict[str, float](float), defaultdict[str, float](float)  # not computing
-    for found, side in zip(activities, sides, strict=True):
-        for account in side.ledger.accounts:
+    for sums, ledger in zip(activities, sides, strict=True):
+        for account in ledger.ledger.accounts:
             if not account.needed and account.activity not in CONVERSIONS:
-                found[account.activity] += account.ns_per_step
+                sums[account.activity] += account.ns_per_step
     for activity in dict.fromkeys([*activities[0], *activities[1]]):
         old, new = (each[activity] for each in activities)
         of = IDLE_TIME if activity.startswith(IDLE) else OTHER
@@ -579,22 +581,3 @@ def _changed_branch(
         float(sum(ns for chain, ns in side.items() if chain[: len(path)] == path)) for side in sides
     )
     return ComparedBranch(path=path, before_ns=old, after_ns=new)
-
-
-def _operator_rows(
-    before: Iterable[OperatorRole], after: Iterable[OperatorRole], tops: set[str | None]
-) -> list[ComparedRow]:
-    found: dict[str, tuple[dict[str, float], ...]] = {}
-    for side, roles in enumerate((before, after)):
-        for role in roles:
-            top = str(role.top if role.top in tops else role.kind)
-            operators = found.setdefault(top, (defaultdict(float), defaultdict(float)))[side]
-            operators[role.name] += role.ns_per_step
-    rows = []
-    for top, sides in found.items():
-        old, new = (tuple(sorted(each.items(), key=lambda pair: -pair[1])) for each in sides)
-        rows.append(ComparedRow(
-            of=OPERATORS, role=top, before_ns=sum(sides[0].values()),
-            after_ns=sum(sides[1].values()), before=old, after=new,
-        ))  # fmt: skip
-    return rows

@@ -240,7 +240,15 @@ def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
         )
     else:
         column, row = ORDER, _by_order(nodes, tree, linkable)
-    outside = _outside_parent(nodes, tree, row)
+    # Places of linked nodes that begin outside of their parent's operator on the same thread.
+    numbers, parent = nodes["node"].to_numpy(), nodes["parent"].fill_null(-1).to_numpy()
+    place = np.searchsorted(numbers, parent).clip(0, max(len(numbers) - 1, 0))
+    above = np.where(numbers[place] == parent, row[place], -1)  # the parent's row; -1 for none
+    at = np.flatnonzero((above >= 0) & (row >= 0))
+    thread, inner, outer = thread_numbers(tree.spans), row[at], above[at]
+    begun = tree.starts[inner] >= tree.starts[outer] - ROUNDING_NS
+    running = tree.starts[inner] <= tree.ends[outer] + ROUNDING_NS
+    outside = at[(thread[inner] == thread[outer]) & ~(begun & running)]
     if column == ORDER:
         row[outside] = -1
         refused["outside the operator of its parent"] = len(outside)
@@ -309,21 +317,6 @@ def _pair_threads(
             used.add(at)
             taken.add(place)
             found.append((threads[at], timelines[place]))
-    return found
-
-
-def _outside_parent(nodes: pl.DataFrame, tree: CallTree, row: Ints) -> Ints:
-    """Places of linked nodes that begin outside of their parent's operator on the same thread."""
-    # Row of the tree of each node's parent; -1 where it has none or that has none.
-    numbers, parent = nodes["node"].to_numpy(), nodes["parent"].fill_null(-1).to_numpy()
-    place = np.searchsorted(numbers, parent).clip(0, max(len(numbers) - 1, 0))
-    above = np.where(numbers[place] == parent, row[place], -1)
-    at = np.flatnonzero((above >= 0) & (row >= 0))
-    thread = thread_numbers(tree.spans)
-    inner, outer = row[at], above[at]
-    begun = tree.starts[inner] >= tree.starts[outer] - ROUNDING_NS
-    running = tree.starts[inner] <= tree.ends[outer] + ROUNDING_NS
-    found: Ints = at[(thread[inner] == thread[outer]) & ~(begun & running)]
     return found
 
 

@@ -112,21 +112,6 @@ _COLUMNS = ("name", "ts_ns", "dur_ns", "pid", "tid")
 _OF_STACKS = ("name", "count", "total_ns", "median_ns", "covered_ns", "bottleneck_ns")
 
 
-def host_calls(trace: Trace) -> call_tree.CallTree | None:
-    """Calls of Python functions and operators, nested by their times; None where there are none.
-
-    A thread without an operator or a call of the runtime only waits: it is left out beside others.
-    """
-    python = call_tree.python_calls(trace).select(_COLUMNS)
-    operators = trace.ops.select(_COLUMNS).with_columns(pl.col("name").cast(python["name"].dtype))
-    spans = pl.concat([python, operators])
-    spans = spans.filter(~has_name(spans, "^ProfilerStep#"))
-    works = pl.concat([trace.ops.select("pid", "tid"), trace.runtime.select("pid", "tid")]).unique()
-    working = spans.join(works, on=["pid", "tid"], how="semi", maintain_order="left")
-    spans = spans if working.is_empty() else working
-    return None if spans.is_empty() else call_tree.nest(spans)
-
-
 def stack_times(
     tree: call_tree.CallTree, window: PatternWindow, free: Intervals, *, least_ns: int
 ) -> pl.DataFrame:
@@ -236,7 +221,16 @@ def worker_pattern(trace: Trace, *, steps: Steps = None, geometry: bool = False)
         ratios[kind] = total(intersection(active, free))
         free = difference(free, active)
     # Call stacks, and how long the host alone was in any of them.
-    if (calls := host_calls(trace)) is not None:
+    python = call_tree.python_calls(trace).select(_COLUMNS)
+    operators = trace.ops.select(_COLUMNS).with_columns(pl.col("name").cast(python["name"].dtype))
+    spans = pl.concat([python, operators])
+    spans = spans.filter(~has_name(spans, "^ProfilerStep#"))
+    # A thread without an operator or a call of the runtime only waits: left out beside others.
+    works = pl.concat([table.select("pid", "tid") for table in (trace.ops, trace.runtime)]).unique()
+    working = spans.join(works, on=["pid", "tid"], how="semi", maintain_order="left")
+    spans = spans if working.is_empty() else working
+    if not spans.is_empty():
+        calls = call_tree.nest(spans)
         found = stack_times(calls, window, free, least_ns=int(KEPT_RATIO * whole))
         tables.append(found.with_columns(kind=pl.lit(PYTHON), type=pl.lit("")))
         top = calls.spans.filter(pl.Series(calls.parent < 0))
@@ -471,10 +465,9 @@ def _throughput(waits: pl.DataFrame) -> pl.DataFrame:
 
 
 def cached_patterns(
-    paths: Sequence[Path],
-    options: Mapping[str, Any],
+    paths: Sequence[Path], options: Mapping[str, Any],
     compute: Callable[[Sequence[Path]], Sequence[RankFunctions]],
-) -> list[RankFunctions]:
+) -> list[RankFunctions]:  # fmt: skip
     """The pattern of each trace, computed where it is not cached."""
     found = report_cache.cached_answers(paths, "patterns", options, RankFunctions._fields,
                            lambda left: [each._asdict() for each in compute(left)])  # fmt: skip
@@ -586,7 +579,14 @@ def read_pattern(path: Path) -> tuple[report_cache.Reduced, TraceFile, RankFunct
         if not isinstance(file, TraceFile):
             raise TypeError("no trace file")
         known = {"geometry": bool(head["geometry"]), "left_out": list(map(str, head["left_out"]))}
-        return replace(found, head=known), file, _pattern(found.answers)
+        functions = _frame(found.answers["functions"], _STORED)
+        totals = _frame(found.answers["totals"], TOTALS_SCHEMA)
+        collectives = _frame(found.answers["collectives"], KERNELS_SCHEMA)
+        rated = with_ratios(functions, int(totals["window_ns"].item()))
+        began = collectives.with_columns(pl.col("event", "start_ns").cum_sum())
+        ended = began.with_columns(end_ns=pl.col("start_ns") + pl.col("end_ns"))
+        pattern = RankFunctions(rated.select(list(FUNCTIONS_SCHEMA)), totals, ended)
+        return replace(found, head=known), file, pattern
     except report_cache.UNFIT as error:
         raise TraceFormatError(
             f"{path}: no functions that this haiprof can read: {error}",
@@ -661,20 +661,6 @@ def _left_out(whole: RankFunctions, kept: RankFunctions) -> list[str]:
             "bandwidth, waiting and who is late rest on them"
         )
     return lacks
-
-
-def _pattern(answers: Mapping[str, report_cache.Answer]) -> RankFunctions:
-    functions = _frame(answers["functions"], _STORED)
-    totals = _frame(answers["totals"], TOTALS_SCHEMA)
-    collectives = _frame(answers["collectives"], KERNELS_SCHEMA)
-    window_ns = int(totals["window_ns"].item())
-    return RankFunctions(
-        with_ratios(functions, window_ns).select(list(FUNCTIONS_SCHEMA)),
-        totals,
-        collectives.with_columns(pl.col("event", "start_ns").cum_sum()).with_columns(
-            end_ns=pl.col("start_ns") + pl.col("end_ns")
-        ),
-    )
 
 
 def _frame(answer: report_cache.Answer, schema: Mapping[str, Type]) -> pl.DataFrame:

@@ -29,7 +29,7 @@ ACTIVITIES = (PYTHON, OPERATORS, LOADER, SYNC, ALLOCATION, CALLS, COLLECTIVE, WA
 
 _IS_PYTHON, _IS_RANGE, _IS_OPERATOR, _IS_CALL = range(4)
 _STEP = r"^ProfilerStep#"
-_LOADER = r"^enumerate\((?:DataLoader\)#.*\.__next__$|DataPipe\)#)"
+LOADER_NAME = r"^enumerate\((?:DataLoader\)#.*\.__next__$|DataPipe\)#)"
 _OPTIMIZER = r"^Optimizer\.step#"
 _ENGINE = "^autograd::engine::"
 _MODULE = "^nn.Module: "
@@ -42,8 +42,6 @@ _ALLOCATION = rf"{FREE}|^(?:cuda|hip)(?:Host)?(?:Malloc|Alloc)|^cuMem(?:Alloc|Cr
 _LAUNCH = r"Launch|Memcpy|Memset"
 _SLEEPS = r"^<built-in (?:function|method) (?:sleep|select|poll|acquire|recv|recv_into|waitpid)\b"
 _PLACE = re.compile(r"(.*)\((\d+|\?)\): (.*)", re.DOTALL)
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""In the names of built-in methods: of the object, another one in each call."""
 LIBRARIES = frozenset({
     "torch", "torchvision", "torchaudio", "torchdata", "functorch", "numpy", "scipy", "pandas",
     "PIL", "cv2", "triton", "apex", "tqdm", "transformers", "accelerate", "lightning",
@@ -221,7 +219,7 @@ class Host:
             ACTIVITIES.index(PYTHON if self.has_stacks else OUTSIDE),
         )  # fmt: skip
         # All inside of a loader's range waits for input, whatever it is.
-        waits = self.tree.climb(np.arange(len(found)), self.has_name(_LOADER)) >= 0
+        waits = self.tree.climb(np.arange(len(found)), self.has_name(LOADER_NAME)) >= 0
         found[waits] = ACTIVITIES.index(LOADER)
         return found.astype(np.int64)
 
@@ -315,7 +313,7 @@ def read_host(trace: Trace) -> Host:
     ], how="diagonal")  # fmt: skip
     spans = pl.concat([spans, _waits_in_backward(spans)])
     # Before 2022 ranges were operators: those of loaders and optimizers are told by their names.
-    is_old = has_name(spans, f"{_LOADER}|{_OPTIMIZER}") & (pl.col("kind") == _IS_OPERATOR)
+    is_old = has_name(spans, f"{LOADER_NAME}|{_OPTIMIZER}") & (pl.col("kind") == _IS_OPERATOR)
     kind = pl.when(is_old).then(_IS_RANGE).otherwise("kind")
     tree = call_tree.nest(spans.filter(~has_name(spans, _STEP)).with_columns(kind=kind))
     return Host(trace, tree, tree.spans["kind"].to_numpy())
@@ -360,7 +358,7 @@ def _is_job_code(name: str) -> bool:
 def parse_place(name: str) -> tuple[str | None, int | None, str]:
     """File, line and function of a Python function's name; of any other name the name alone."""
     match = _PLACE.match(name)
-    plain = ADDRESS.sub("", name)
+    plain = re.sub(call_tree.ADDRESS, "", name)
     if match is None:
         return None, None, plain
     return match[1], None if match[2] == "?" else int(match[2]), match[3]
@@ -377,7 +375,7 @@ def _marked_spans(host: Host) -> pl.DataFrame:
     above = host.tree.climb(host.tree.parent, module | host.is_backward | host.runs_backward)
     codes = np.select(
         [
-            host.has_name(_LOADER) & (host.thread == host.main), host.has_name(_OPTIMIZER),
+            host.has_name(LOADER_NAME) & (host.thread == host.main), host.has_name(_OPTIMIZER),
             host.has_name(_COMPILE), host.has_name(_SAVE), host.runs_backward, said >= 0,
             module & (above < 0),
         ],
@@ -393,27 +391,23 @@ def _marked_spans(host: Host) -> pl.DataFrame:
         "ts_ns", "dur_ns", position=pl.when(is_forward).then(FORWARD).otherwise(BACKWARD)
     )
     known = pl.concat([marked, phases.cast({"position": pl.Int64})])
-    found = pl.concat([known, _backward_passes(host, known["ts_ns"].to_numpy())])
-    one = dict.fromkeys(("pid", "tid"), pl.lit(0, pl.Int64))
-    return found.with_columns(name=pl.lit(""), **one)
-
-
-def _backward_passes(host: Host, others: Ints) -> pl.DataFrame:
-    """From the first to the last of autograd's operators between two starts of something else."""
+    # Backward: from the first to the last of autograd's operators between two other starts.
     top = host.tree.climb(host.tree.parent, host.is_backward) < 0
     own = np.flatnonzero(host.is_backward & top)
     number = host.tree.spans["sequence_number"].fill_null(-1).to_numpy() >= 0
     outermost = host.tree.climb(host.tree.parent, host.is_operator) < 0
     ahead = host.is_operator & ~host.is_backward & number & outermost
     steps = host.trace.steps["start_ns"].to_numpy()
-    breaks = np.sort(np.concatenate([others, host.tree.starts[ahead], steps]))
+    breaks = np.sort(np.concatenate([known["ts_ns"], host.tree.starts[ahead], steps]))
     between = np.searchsorted(breaks, host.tree.starts[own], side="right")
     passes = pl.DataFrame({
         "pass": between, "ts_ns": host.tree.starts[own], "end": host.tree.ends[own],
     }).group_by("pass").agg(pl.col("ts_ns").min(), pl.col("end").max()).sort("ts_ns")  # fmt: skip
-    return passes.select(
+    found = pl.concat([known, passes.select(
         "ts_ns", dur_ns=pl.col("end") - pl.col("ts_ns"), position=pl.lit(BACKWARD, pl.Int64)
-    )
+    )])  # fmt: skip
+    one = dict.fromkeys(("pid", "tid"), pl.lit(0, pl.Int64))
+    return found.with_columns(name=pl.lit(""), **one)
 
 
 def _gap(before: int, after: int, marked: bool, has_forward: bool) -> int:

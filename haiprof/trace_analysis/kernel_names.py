@@ -84,7 +84,9 @@ def with_geometry(gpu: pl.DataFrame) -> pl.DataFrame:
     kinds = gpu.select(triple).unique()
     names = []
     for name, *geometry in kinds.iter_rows():
-        sizes = [_size_text(str(part or "")) for part in geometry]
+        # Each such as `32x4`; empty where it is none.
+        texts = ["x".join(map(str, _sizes(str(part or "")) or ())) for part in geometry]
+        sizes = [re.sub("(?<=.)(?:x1)+$", "", text) for text in texts]
         names.append((name or "") + (f"{_SIGN}{', '.join(sizes)}>>>" if all(sizes) else ""))
     table = kinds.with_columns(pl.Series("launched", names, dtype=pl.Enum(sorted(set(names)))))
     found = gpu.join(table, on=triple, how="left", nulls_equal=True, maintain_order="left")
@@ -103,11 +105,6 @@ def split_geometry(name: str) -> tuple[str, str]:
     """A kernel's own name, and its geometry as it is behind it; empty where there is none."""
     plain, sign, rest = name.partition(_SIGN)
     return plain, sign + rest
-
-
-def _size_text(text: str) -> str:
-    """Such as `32x4`; empty where it is none."""
-    return re.sub("(?<=.)(?:x1)+$", "", "x".join(map(str, _sizes(text) or ())))
 
 
 def _sizes(text: str) -> list[int] | None:

@@ -40,24 +40,17 @@ def run_tracks(
     """Tracks of a run's own records beside the ranks' traces; none without one that has times."""
     if not ranges:
         return
-    moved = [(files, _moved_ns(files, inputs[files.rank], clocks[files.rank]))
-             for files in run.ranks if files.rank in clocks]  # fmt: skip
     of_hosts: dict[str, list[int]] = {}
-    for files, moved_ns in moved:
+    for files in (files for files in run.ranks if files.rank in clocks):
+        said, recorded = inputs[files.rank].metadata.get("haiprof"), files.clock_offset_ns
+        traced = clock_offset_ns(said.get("clock") if isinstance(said, dict) else None)
+        set_ns = traced - recorded if traced is not None and recorded is not None else 0
+        moved_ns = clocks[files.rank].moved_ns - set_ns  # subtracted from its records' Unix times
         of_hosts.setdefault(str(files.report.get("host")), []).append(moved_ns)
         if options.phases and files.rank in ranges:
             yield from _phases(files, ranges[files.rank], moved_ns)
     if options.counters:
         yield from _counters(run, {host: round(median(n)) for host, n in of_hosts.items()}, ranges)
-
-
-def _moved_ns(files: RankFiles, trace: merge_inputs.TraceInput, clock: RankClock) -> int:
-    """What is subtracted from the Unix times of one rank's records."""
-    said = trace.metadata.get("haiprof")
-    recorded = files.clock_offset_ns
-    traced = clock_offset_ns(said.get("clock") if isinstance(said, dict) else None)
-    set_ns = traced - recorded if traced is not None and recorded is not None else 0
-    return clock.moved_ns - set_ns
 
 
 def _phases(files: RankFiles, covered: merge.Range, moved_ns: int) -> Iterator[merge.Track]:
@@ -210,7 +203,12 @@ def merge_traces(
     if options.by_collectives or options.steps:
         with contextlib.suppress(TraceFormatError):  # one of them can only be passed through
             recorded = dict(zip(inputs, asked.map(_recording, files, {}), strict=True))
-    base_ns = _base_ns(inputs)
+    # Times count from a full hour, one to two hours before the first. Kineto's own base is up to
+    # three months back, and viewers hold times as floats, which that far from zero barely resolve
+    # 1 ns: Perfetto then drops events that seem to overlap.
+    first_ns = min((each.base_ns + each.first_ns for each in inputs.values()
+                    if each.has_wall_clock and each.first_ns is not None), default=0)  # fmt: skip
+    base_ns = max(0, first_ns // _HOUR_NS - 1) * _HOUR_NS
     run, notes = _run_of(sources[0]) if options.counters or options.phases else (None, [])
     tracks = None if run is None else partial(run_tracks, run, inputs, by_rank, options)
     drawn = {files.rank for files in run.ranks} if run and options.phases else set()
@@ -240,17 +238,6 @@ def merge_traces(
 def _recording(trace: Trace) -> tuple[TraceFile, merge_inputs.StreamLanes]:
     """What is known of a rank's file once it was read; a question for a pool."""
     return trace_file(trace), merge_inputs.stream_lanes(merge_inputs.overlapping_events(trace))
-
-
-def _base_ns(inputs: Mapping[int, merge_inputs.TraceInput]) -> int:
-    """What the merged trace's times count from: a full hour, one to two hours before the first.
-
-    Kineto's own base is up to three months back, and viewers hold times as floats, which that far
-    from zero barely resolve 1 ns: Perfetto then drops events that seem to overlap.
-    """
-    first_ns = [each.base_ns + each.first_ns for each in inputs.values()
-                if each.has_wall_clock and each.first_ns is not None]  # fmt: skip
-    return max(0, min(first_ns) // _HOUR_NS - 1) * _HOUR_NS if first_ns else 0
 
 
 def step_range(trace: Trace, *, steps: tuple[int, int]) -> merge.Range:

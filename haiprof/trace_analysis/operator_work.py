@@ -17,8 +17,8 @@ from haiprof.base.options import read_toml
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
-    "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1,
-    "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "int8": 1, "uint8": 1, "bool": 1, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
 }  # fmt: skip
 PRECISIONS = {
     "float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "int8",
@@ -29,11 +29,18 @@ _SPELLINGS = {
     "double": "float64", "float": "float32", "half": "float16", "long int": "int64",
     "long": "int64", "int": "int32", "short": "int16", "short int": "int16", "char": "int8",
     "signed char": "int8", "unsigned char": "uint8", "byte": "uint8", "complex<float>": "complex64",
-    "complex<double>": "complex128",
+    "complex<double>": "complex128", "complexhalf": "complex32", "complexfloat": "complex64",
+    "complexdouble": "complex128",
 }  # fmt: skip
 """Types as profilers write them, in small letters and without `c10::` or `torch.`."""
 _SIZE_LIMIT = 1 << 48  # of one dimension: beyond it, it is no shape
 _DIMENSIONS_LIMIT = 32
+
+
+def type_of(name: object) -> str:
+    """A type as torch names it, `float32`, of a name as a profiler writes it."""
+    plain = str(name).lower().removeprefix("c10::").removeprefix("torch.")
+    return _SPELLINGS.get(plain, plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +98,7 @@ def _argument(shape: object, name: object) -> Argument:
         found = [_shape(one) for one in shape]
         return tuple(Tensor(one, "float32") for one in found if one is not None)
     own = _shape(_list_of(shape) if isinstance(shape, str) else shape)
-    plain = str(name).lower().removeprefix("c10::").removeprefix("torch.")
-    kind = _SPELLINGS.get(plain, plain)
+    kind = type_of(name)
     return Tensor(own, kind) if kind in ITEM_BYTES and own is not None else None
 
 
@@ -307,7 +313,11 @@ def _attention(
     if heads_last:
         heads, length, keys = length, heads, key.shape[1]
     # Otherwise a multiplication and an addition for each pair.
-    steps = _causal_steps(length, keys) if call.flag(causal) else 2 * length * keys
+    steps = 2 * length * keys
+    if call.flag(causal):  # pairs that are not masked; of equal lengths half, as all count
+        short = min(length, keys)
+        several = short * (short + 1) + 2 * max(0, length - keys) * keys
+        steps = length * keys if length == keys else several
     scores, mix = (batch * heads * steps * size for size in (width, value_width))
     out = Tensor((batch, heads, length, value_width), query.type)  # in whatever order
     precision = PRECISIONS.get(query.type)
@@ -338,13 +348,6 @@ def _fused_moe(call: Call) -> Work:
     even = 1 - (1 - chosen / experts) ** tokens.shape[0]
     return Work(MOE, flops, ends + round(weights * even), PRECISIONS.get(tokens.type),
                 least_bytes=ends + weights * chosen // experts, rows=tokens.shape[0])  # fmt: skip
-
-
-def _causal_steps(length: int, keys: int) -> int:
-    """Of pairs that are not masked; of equal lengths half, by the convention of all who count."""
-    short = min(length, keys)
-    several = short * (short + 1) + 2 * max(0, length - keys) * keys
-    return length * keys if length == keys else several
 
 
 @_family

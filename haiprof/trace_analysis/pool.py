@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
@@ -95,7 +95,15 @@ class LocalProcesses:
             try:
                 return [task.result() for task in tasks]
             except BrokenProcessPool:
-                raise _killed_error(tasks, paths) from None
+                # Which of the unfinished files a dead worker was reading is not known.
+                lost = [path.name for task, path in zip(tasks, paths, strict=True)
+                        if task.cancelled() or task.exception() is not None]  # fmt: skip
+                raise HaiprofError(
+                    f"{paths[0].parent}: a process was killed while it worked on one of: "
+                    f"{', '.join(lost)}",
+                    hint="if memory is short: TraceAnalysis(path, pool=Serial()), or fewer "
+                    "LocalProcesses(1)",
+                ) from None
             finally:
                 for task in tasks:
                     task.cancel()
@@ -142,16 +150,6 @@ def _answer(question: Question[_Result], trace: Trace, options: Mapping[str, Any
             f"{trace.path}: {name}: {type(error).__name__}: {error}",
             hint="HAIPROF_DEBUG=1 shows the traceback; please report it",
         ) from error
-
-
-def _killed_error(tasks: Sequence[Future[Any]], paths: Sequence[Path]) -> HaiprofError:
-    """The error of a dead worker; which of the unfinished files it was reading is not known."""
-    lost = [path.name for task, path in zip(tasks, paths, strict=True)
-            if task.cancelled() or task.exception() is not None]  # fmt: skip
-    return HaiprofError(
-        f"{paths[0].parent}: a process was killed while it worked on one of: {', '.join(lost)}",
-        hint="if memory is short: TraceAnalysis(path, pool=Serial()), or fewer LocalProcesses(1)",
-    )
 
 
 _MAIN_LOCK = threading.Lock()

@@ -278,13 +278,9 @@ def _forward_part(trace: Trace, tree: call_tree.CallTree, spans: pl.DataFrame, r
 
 
 def _by_path(
-    tree: call_tree.CallTree,
-    paths: pl.Series,
-    rows: pl.DataFrame,
-    value: pl.Expr,
-    *,
+    tree: call_tree.CallTree, paths: pl.Series, rows: pl.DataFrame, value: pl.Expr, *,
     with_outer: bool,
-) -> pl.DataFrame:
+) -> pl.DataFrame:  # fmt: skip
     """Sums by path; with those of the parts around as well, or of the innermost part alone."""
     own, values = rows["row"].to_numpy(), rows.select("row", value).to_series(1)
     levels = [pl.DataFrame([call_tree.take(paths, own), values])]

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import msgspec
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError, UsageError
+from haiprof.base.version import PACKAGE
 from haiprof.run_analysis.counters import COUNTER_COLUMNS
 from haiprof.run_analysis.ranks import RANK_COLUMNS
 from haiprof.run_analysis.reactions import REACTION_COLUMNS
@@ -161,11 +163,6 @@ def trace_tables(analysis: TraceQuestions) -> list[SqlTable]:
     return [*found, marks, *functions]
 
 
-def is_of_run(name: str) -> bool:
-    """Whether a table holds what haiprof recorded of a run, and nothing of its traces."""
-    return name in _RUN_TABLES
-
-
 def run_tables(analyzer: RunFrames) -> list[SqlTable]:
     """The frames of a run."""
     _ = analyzer.files  # whether there is a run
@@ -199,39 +196,12 @@ def _of_rank(trace: Trace, name: str, rank: int) -> pl.LazyFrame:
 
 
 _FIRST = ("select", "with", "from", "values", "explain", "show")
-# Words of the grammar that stand before a parenthesis, types included.
-_GRAMMAR = frozenset((
-    "all", "and", "anti", "any", "array", "as", "asc", "between", "bigint", "by", "case", "char",
-    "cross", "cube", "decimal", "desc", "distinct", "else", "except", "exclude", "exists",
-    "explain", "filter", "float", "from", "full", "group", "having", "ilike", "in", "inner",
-    "int", "integer", "intersect", "interval", "is", "join", "left", "like", "limit", "not",
-    "numeric", "offset", "on", "or", "order", "outer", "over", "partition", "qualify",
-    "recursive", "regexp", "rename", "replace", "right", "rlike", "rollup", "select", "semi",
-    "sets", "similar", "some", "then", "timestamp", "to", "union", "using", "values", "varchar",
-    "when", "where", "window", "with", "within",
-))  # fmt: skip
-# Functions of polars' SQL (crates/polars-sql/src/functions.rs) and the forms of its expressions.
-# `unnest` is the one table function that reads nothing but its argument.
-_FUNCTIONS = frozenset((
-    "abs", "acos", "acosd", "array_agg", "array_contains", "array_get", "array_length",
-    "array_lower", "array_mean", "array_reverse", "array_sum", "array_to_string", "array_unique",
-    "array_upper", "asin", "asind", "atan", "atan2", "atan2d", "atand", "avg", "bit_and",
-    "bit_count", "bit_length", "bit_not", "bit_or", "bit_xor", "cast", "cbrt", "ceil", "ceiling",
-    "char_length", "character_length", "coalesce", "columns", "concat", "concat_ws", "corr",
-    "cos", "cosd", "cot", "cotd", "count", "covar", "covar_pop", "covar_samp", "cume_dist",
-    "current_date", "current_time", "current_timestamp", "date", "date_part", "date_trunc",
-    "degrees", "dense_rank", "div", "ends_with", "exp", "explode", "extract", "first",
-    "first_value", "floor", "greatest", "grouping", "if", "ifnull", "initcap", "lag", "last",
-    "last_value", "lead", "least", "left", "length", "listagg", "ln", "localtime",
-    "localtimestamp", "log", "log10", "log1p", "log2", "lower", "lpad", "ltrim", "max", "median",
-    "min", "mod", "normalize", "now", "nth_value", "ntile", "nullif", "octet_length", "overlay",
-    "percent_rank", "pi", "position", "pow", "power", "quantile_cont", "quantile_disc", "radians",
-    "rank", "regexp_like", "regexp_replace", "replace", "reverse", "right", "round", "row_number",
-    "rpad", "rtrim", "sign", "sin", "sind", "split_part", "sqrt", "starts_with", "stddev",
-    "stddev_samp", "stdev", "stdev_samp", "strftime", "string_agg", "string_to_array", "strpos",
-    "strptime", "substr", "substring", "sum", "tan", "tand", "time", "timestamp", "trim", "trunc",
-    "truncate", "try_cast", "unnest", "upper", "var", "var_samp", "variance", "xor",
-))  # fmt: skip
+# `grammar`: words that stand before a parenthesis, types included. `functions`: polars' SQL's
+# (crates/polars-sql/src/functions.rs) and the forms of its expressions; `unnest` is the one table
+# function that reads nothing but its argument.
+_WORDS = msgspec.json.decode(
+    (PACKAGE / "trace_analysis" / "sql_words.json").read_bytes(), type=dict[str, frozenset[str]]
+)
 
 _TOKEN = re.compile(
     r"""(?P<blank>\s+)
@@ -280,7 +250,7 @@ def check_sql(sql: str) -> str:
         is_alias = before.word in ("as", "with", "recursive")  # its columns follow
         if token.word.startswith(("read_", "scan_")) or (not token.word and not is_alias):
             raise no_files()
-        if not is_alias and token.word not in _GRAMMAR and token.word not in _FUNCTIONS:
+        if not is_alias and not any(token.word in known for known in _WORDS.values()):
             raise UsageError(f"SQL: no function {token.text!r} here", hint=_SCHEMA_HINT)
     return "".join(_texts(tokens))
 
@@ -367,7 +337,7 @@ def names_traces(tables: Mapping[str, SqlTable], sql: str) -> bool:
     # The names after FROM and JOIN: a column may be called as a table is.
     lists = _SOURCES.findall(_TEXT.sub("''", sql))
     names = {name.lower() for found in lists for name in _WORD.findall(found)}
-    return any(not is_of_run(name) for name in names & tables.keys())
+    return any(name not in _RUN_TABLES for name in names & tables.keys())
 
 
 def _explain(error: Exception, tables: Mapping[str, SqlTable], words: Iterable[str]) -> UsageError:

@@ -34,7 +34,7 @@ from haiprof.trace_analysis.device_time import (
     with_kind,
     with_launch,
 )
-from haiprof.trace_analysis.host_activity import ACTIVITIES, OUTSIDE, read_host, split
+from haiprof.trace_analysis.host_activity import ACTIVITIES, LOADER_NAME, OUTSIDE, read_host, split
 from haiprof.trace_format.kineto.columns import has_name
 from haiprof.trace_format.kineto.decode import event_texts, with_number, write_copy
 from haiprof.trace_format.kineto.events import GPU_RANGES, HOST_BACKENDS, LANE
@@ -120,7 +120,6 @@ STEP_TIME_SCHEMA = {
     **{f"{cause}_ns": pl.Int64 for cause in (*CAUSES, "other")},
 }  # fmt: skip
 _COPIES = ("gpu_memcpy", "Memcpy")
-_LOADER = r"^enumerate\((?:DataLoader\)#.*\.__next__$|DataPipe\)#)"
 _CPU_COLLECTIVE = f"^(?:{HOST_BACKENDS}):"
 _NAMED = ["name", "ts_ns", "dur_ns"]
 
@@ -171,7 +170,7 @@ def _roles(trace: Trace) -> dict[str, Intervals | None]:
     gpu, runtime = with_kind(gpu_events(trace, None)), trace.runtime
     host = pl.concat([trace.ops.select(_NAMED), trace.host_ranges.select(_NAMED)])
     collective = host.filter(has_name(host, _CPU_COLLECTIVE))
-    no_work = rf"{_LOADER}|{_CPU_COLLECTIVE}|{STEP_NAME}"
+    no_work = rf"{LOADER_NAME}|{_CPU_COLLECTIVE}|{STEP_NAME}"
     copies = pl.col("category").cast(pl.String).is_in(_COPIES)
     memory = gpu.filter(pl.col("kind") == MEMORY)
     communication = gpu.filter(pl.col("kind") == COMMUNICATION).select(_NAMED)
@@ -185,7 +184,7 @@ def _roles(trace: Trace) -> dict[str, Intervals | None]:
             pl.concat([communication, collective]),
         ),
         "runtime": (not runtime.is_empty(), runtime),
-        "dataloader": (has_host, host.filter(has_name(host, _LOADER))),
+        "dataloader": (has_host, host.filter(has_name(host, LOADER_NAME))),
         "cpu_exec": (has_host, host.filter(~has_name(host, no_work))),
     }
     return {cause: union_of(events) if known else None for cause, (known, events) in active.items()}

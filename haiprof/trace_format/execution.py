@@ -11,11 +11,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from haiprof.base.errors import TraceFormatError, UsageError, convert_os_errors
-from haiprof.base.intervals import Bools
 from haiprof.base.safe_files import named_file
 from haiprof.run_format.unpack import read_text
 
@@ -323,7 +321,12 @@ def _resolve_parents(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int, int]:
     said = nodes.select("parent")
     found = said.join(places, on="parent", how="left", maintain_order="left")
     above = found["at"].fill_null(-1).to_numpy()
-    circle = _circles(above)
+    # Which nodes are their own ancestors: pointer jumping never takes those to a root.
+    reached = np.append(above, -1)  # place -1 stays where it is
+    for _ in range(len(above).bit_length()):
+        reached = reached[reached]
+    circle = np.zeros(len(above), dtype=np.bool_)
+    circle[reached[reached >= 0]] = True
     # The process's root is node 1 in some versions and missing in others; a root names itself so,
     # and is its own parent.
     root = nodes["name"].str.starts_with("[pytorch|profiler|").to_numpy()
@@ -331,16 +334,6 @@ def _resolve_parents(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int, int]:
     around = circle & ~(root & (above == np.arange(len(above))))
     known = pl.when(pl.Series((above >= 0) & ~circle)).then("parent")
     return nodes.with_columns(known), int(outside.sum()), int(around.sum())
-
-
-def _circles(above: npt.NDArray[np.int64]) -> Bools:
-    """Which nodes are their own ancestors: pointer jumping never takes those to a root."""
-    reached = np.append(above, -1)  # place -1 stays where it is
-    for _ in range(len(above).bit_length()):
-        reached = reached[reached]
-    found = np.zeros(len(above), dtype=np.bool_)
-    found[reached[reached >= 0]] = True
-    return found
 
 
 SCHEMA = "1.1.1-chakra.0.0.4"  # the schema that is written: mlc-chakra 1.0.0 reads no later one

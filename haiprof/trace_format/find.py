@@ -108,8 +108,18 @@ def one_window(files: Iterable[Path], window: int | None = None) -> list[Path]:
 def _windows(files: Sequence[tuple[Stem, Path]]) -> list[list[Path]]:
     """Files by window, in order of their first start; of each rank the latest file, by rank."""
     sidecars: dict[str, Mapping[str, Any]] = {}
+    # By stem: from the nodes' events, and those beside raw traces.
     for folder in {path.absolute().parent for _, path in files}:
-        sidecars |= _sidecars(folder)
+        run = layout.RunPaths(folder.parent.parent if folder.name == ".parts" else folder.parent)
+        for _, node in run.node_folders():
+            with contextlib.suppress(RunFormatError):  # without them windows are numbered by file
+                for line in read_lines(node.events)[0]:
+                    part = line.get("part")
+                    if line.get("type") == "trace_written" and isinstance(part, dict):
+                        sidecars[str(line.get("stem"))] = part
+        for raw in readable_parts(run):
+            with contextlib.suppress(RunFormatError):
+                sidecars[raw.stem.text] = raw.sidecar_content()
     counts: Counter[tuple[int, str, int]] = Counter()
     groups: dict[tuple[int, int], dict[int, Path]] = {}
     for stem, path in files:
@@ -121,22 +131,6 @@ def _windows(files: Sequence[tuple[Stem, Path]]) -> list[list[Path]]:
         counts[process] += 1
         groups.setdefault((attempt, number), {})[stem.rank] = path
     return [[group[rank] for rank in sorted(group)] for group in groups.values()]
-
-
-def _sidecars(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """The sidecars by stem: from the nodes' events, and those beside raw traces."""
-    run = layout.RunPaths(folder.parent.parent if folder.name == ".parts" else folder.parent)
-    found: dict[str, Mapping[str, Any]] = {}
-    for _, node in run.node_folders():
-        with contextlib.suppress(RunFormatError):  # without them windows are numbered by file
-            for line in read_lines(node.events)[0]:
-                part = line.get("part")
-                if line.get("type") == "trace_written" and isinstance(part, dict):
-                    found[str(line.get("stem"))] = part
-    for part in readable_parts(run):
-        with contextlib.suppress(RunFormatError):
-            found[part.stem.text] = part.sidecar_content()
-    return found
 
 
 def raw_traces(folder: Path, finished: Iterable[str]) -> list[Path]:

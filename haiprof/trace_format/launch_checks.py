@@ -260,7 +260,14 @@ def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Iterator[Findin
     if alone.is_empty():
         return
     # A runtime call may have the driver's inside it with an id of its own, which has no kernel.
-    alone = alone.filter(~_inside_call(alone, launches))
+    ends = (launches["ts_ns"] + launches["dur_ns"]).to_numpy()
+    starts, threads = launches["ts_ns"].to_numpy(), launches["tid"].fill_null(-1).to_numpy()
+    at = np.searchsorted(starts, alone["ts_ns"].to_numpy(), side="right") - 1
+    before = np.maximum(at - 1, 0)
+    within = (ends[before] >= (alone["ts_ns"] + alone["dur_ns"]).to_numpy()) & (before < at)
+    within &= threads[before] == alone["tid"].fill_null(-1).to_numpy()
+    within &= starts[before] <= alone["ts_ns"].to_numpy()
+    alone = alone.filter(~pl.Series(within))
     inside, begun = _in_capture(alone, runtime)
     captured, rest = int(inside.sum()), alone.filter(~pl.Series(inside))
     with_kernel = launches.join(gpu.select("correlation"), on="correlation", how="semi")
@@ -293,17 +300,6 @@ def _without_kernel(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Iterator[Findin
             effect="records of the GPU were lost (buffers): GPU time there is too low by up to "
             f"{ratio_text(len(lost) / len(launches))}, and counted as idle",
         )  # fmt: skip
-
-
-def _inside_call(alone: pl.DataFrame, launches: pl.DataFrame) -> pl.Series:
-    """Whether another launch call of the thread is around each."""
-    ends = (launches["ts_ns"] + launches["dur_ns"]).to_numpy()
-    starts, threads = launches["ts_ns"].to_numpy(), launches["tid"].fill_null(-1).to_numpy()
-    at = np.searchsorted(starts, alone["ts_ns"].to_numpy(), side="right") - 1
-    before = np.maximum(at - 1, 0)
-    inside = (ends[before] >= (alone["ts_ns"] + alone["dur_ns"]).to_numpy()) & (before < at)
-    inside &= threads[before] == alone["tid"].fill_null(-1).to_numpy()
-    return pl.Series(inside & (starts[before] <= alone["ts_ns"].to_numpy()))
 
 
 def _in_capture(alone: pl.DataFrame, runtime: pl.DataFrame) -> tuple[Bools, Bools]:

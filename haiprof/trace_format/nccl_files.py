@@ -229,8 +229,14 @@ def _read_inspector(lines: Sequence[bytes], rows: _Rows, path: Path, *, is_cut: 
         is_cut = False
         if own is None or not kind:
             rows.damaged, context = rows.damaged + 1, None
-        elif record.proxy_trace is not None:
-            _add_steps(record.proxy_trace, own[0], rows)
+        elif (proxy := record.proxy_trace) is not None:
+            wire = "receive_ns" if proxy.direction == "recv" else "send_ns"
+            for step in (proxy,) if proxy.record_type == "proxy_step" else proxy.steps:
+                rows.add_wait(own[0], wire, (step.wire_us or 0.0) * 1e3, is_first=True)
+                gpu_us = (step.gpu_produce_us or 0.0) + (step.gpu_consume_us or 0.0)
+                rows.add_wait(own[0], "gpu_ns", gpu_us * 1e3)
+                rows.add_wait(own[0], "peer_ns", (step.peer_credit_us or 0.0) * 1e3)
+                rows.add_wait(own[0], "flush_ns", (step.flush_us or 0.0) * 1e3)
         else:
             _add_operation(record, *own, rows)
 
@@ -262,16 +268,6 @@ def _add_operation(record: _Record, process: _Process, written_ns: int, rows: _R
             found.exec_time_us * 1e3 if is_timed else None,
             found.busbw_gbs * _GB if is_timed and found.busbw_gbs > 0 else None, written_ns,
         ))  # fmt: skip
-
-
-def _add_steps(proxy: _Proxy, process: _Process, rows: _Rows) -> None:
-    wire = "receive_ns" if proxy.direction == "recv" else "send_ns"
-    for step in (proxy,) if proxy.record_type == "proxy_step" else proxy.steps:
-        rows.add_wait(process, wire, (step.wire_us or 0.0) * 1e3, is_first=True)
-        gpu_us = (step.gpu_produce_us or 0.0) + (step.gpu_consume_us or 0.0)
-        rows.add_wait(process, "gpu_ns", gpu_us * 1e3)
-        rows.add_wait(process, "peer_ns", (step.peer_credit_us or 0.0) * 1e3)
-        rows.add_wait(process, "flush_ns", (step.flush_us or 0.0) * 1e3)
 
 
 _METRIC = re.compile(

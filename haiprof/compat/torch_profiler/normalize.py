@@ -172,7 +172,13 @@ def _nest(thread: list[Event]) -> None:
                 continue
         _close(nodes, span["ts"])
         if span["cat"] == RUNTIME:
-            _set_owner(span, nodes)
+            # The innermost operator around a launch, else annotation; and the collective around it.
+            around = [each for each in reversed(nodes) if each["end"] >= span["end"]]
+            known = [each for each in around if each["cat"] in (OPERATOR, ANNOTATION)]
+            operators = (each for each in known if each["cat"] == OPERATOR)
+            span["owner"] = next(operators, known[0] if known else None)
+            collectives = (each for each in known if each["name"].startswith(_COLLECTIVES))
+            span["collective"] = next(collectives, None)
             continue
         _fit(span, nodes)
         if span["cat"] == OPERATOR:
@@ -199,16 +205,6 @@ def _fit(span: Event, open_: list[Event]) -> None:
             span["end"] = open_[-1]["end"]
         else:
             open_.pop()["end"] = span["ts"]
-
-
-def _set_owner(launch: Event, open_: list[Event]) -> None:
-    """The innermost operator around a launch, else annotation; and the collective around it."""
-    around = [span for span in reversed(open_) if span["end"] >= launch["end"]]
-    nodes = [span for span in around if span["cat"] in (OPERATOR, ANNOTATION)]
-    operators = (span for span in nodes if span["cat"] == OPERATOR)
-    launch["owner"] = next(operators, nodes[0] if nodes else None)
-    collectives = (span for span in nodes if span["name"].startswith(_COLLECTIVES))
-    launch["collective"] = next(collectives, None)
 
 
 def _is_kept(event: Event) -> bool:

@@ -115,8 +115,18 @@ class _Stage:
         yield from pairwise(computing)
         yield from pairwise(self.these(GATHER, SCATTER))
         for optype in SENDS_AND_RECEIVES:
-            yield from pairwise(self.these(optype))
-            yield from self._around_computing(optype)
+            moves = self.these(optype)
+            yield from pairwise(moves)
+            own = self.these(FORWARD if optype.startswith("forward") else BACKWARD)
+            if moves and len(moves) != len(own):
+                raise MissingDataError(
+                    f"stage {self.stage}: {len(moves)} {optype}, but {len(own)} computing"
+                )
+            if optype.endswith("send"):
+                yield from zip(own, moves, strict=False)
+            else:
+                yield from zip(moves, own, strict=False)
+                yield from zip(own, moves[1:], strict=False)
         first = next(i for i, o in enumerate(computing) if o.optype == BACKWARD)
         for optype in ("backward-recv", "backward-send") if first > 1 else ():
             yield from ((computing[first - 2], move) for move in self.these(optype)[:1])
@@ -127,21 +137,6 @@ class _Stage:
     def these(self, *optypes: str) -> list[Operation]:
         """The operations of some types, by their start."""
         return [operation for operation in self.operations if operation.optype in optypes]
-
-    def _around_computing(self, optype: str) -> Iterator[tuple[Operation, Operation]]:
-        computing = self.these(FORWARD if optype.startswith("forward") else BACKWARD)
-        moves = self.these(optype)
-        if moves and len(moves) != len(computing):
-            raise MissingDataError(
-                f"stage {self.stage}: {len(moves)} {optype}, but {len(computing)} computing"
-            )
-        for number, (move, compute) in enumerate(zip(moves, computing, strict=False)):
-            if optype.endswith("send"):
-                yield compute, move
-                continue
-            yield move, compute
-            if number:
-                yield computing[number - 1], move
 
     def _after_computing(self, last: int) -> Iterator[tuple[Operation, Operation]]:
         scatters, separate = self.these(SCATTER), self.these(SEPARATE)

@@ -184,22 +184,6 @@ def with_cpu_collectives(
     return replace(kernels, frame=frame, **arrays)
 
 
-def ordered_pairs(kernels: dependencies.DeviceEvents) -> dependencies.Pairs:
-    """Events that follow each other on a stream, also where the later one begins a bit too early.
-
-    That is rounding, or programmatic dependent launch, which lets a kernel begin shortly before the
-    one before it ends: it begins earlier as that one does. Events of one launch that overlap are
-    branches of a CUDA graph, and do not wait for each other.
-    """
-    first, second = dependencies.stream_order(kernels)
-    overlap = kernels.ends[first] - kernels.starts[second]
-    launch = kernels.frame["correlation"].fill_null(-1).to_numpy()
-    same = (launch[first] == launch[second]) & (launch[first] > 0)
-    short = 2 * overlap < kernels.ends[first] - kernels.starts[first]
-    follows = (overlap <= dependencies.ROUNDING_NS) | (short & ~same)
-    return first[follows], second[follows]
-
-
 def stream_waits(kernels: dependencies.DeviceEvents) -> dependencies.Pairs:
     """Pairs (earlier, later) of kernels of different streams, where one stream waits for another.
 
@@ -443,7 +427,14 @@ def rank_graph(
     kernels = kernels_of(trace, within)
     blocking, waited = blocking_calls(kernels, within)
     kernels = with_cpu_collectives(kernels, within)
-    blocking, waited = _with_waits_for_collectives(window, kernels, blocking, waited)
+    # Waits for collectives of the CPU are blocking calls, too.
+    number = pl.int_range(pl.len(), dtype=pl.Int64)
+    numbered = kernels.frame.with_columns(kernel=number)
+    own = numbered.filter(pl.col("category").cast(pl.String) == CATEGORY)
+    rows = collective_waits(window.spans, own).with_columns(call=-2 - number)
+    blocking = pl.concat([blocking, rows.drop("kernel")], how="diagonal_relaxed")
+    known = rows.select("call", "kernel", begin_ns="ts_ns")
+    waited = pl.concat([waited, known], how="diagonal_relaxed")
     batches, has_workers = worker_batches(trace, within, window.main_tid)
     points, on_host, apart_count = _host(window, kernels, blocking, waited, batches)
     # The points of the host's threads, then the starts of the kernels, then their ends.
@@ -474,24 +465,6 @@ def rank_graph(
         step_count=len(window.bounds_ns) - 1,
         apart_count=apart_count,
         workers_ahead=has_workers and batches is None,
-    )
-
-
-def _with_waits_for_collectives(
-    window: ReplayWindow,
-    kernels: dependencies.DeviceEvents,
-    blocking: pl.DataFrame,
-    waited: pl.DataFrame,
-) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Blocking calls and what they wait for, with the waits for collectives of the CPU."""
-    number = pl.int_range(pl.len(), dtype=pl.Int64)
-    numbered = kernels.frame.with_columns(kernel=number)
-    own = numbered.filter(pl.col("category").cast(pl.String) == CATEGORY)
-    rows = collective_waits(window.spans, own).with_columns(call=-2 - number)
-    known = rows.select("call", "kernel", begin_ns="ts_ns")
-    return (
-        pl.concat([blocking, rows.drop("kernel")], how="diagonal_relaxed"),
-        pl.concat([waited, known], how="diagonal_relaxed"),
     )
 
 
@@ -633,7 +606,16 @@ def _waiting(
     kernels: dependencies.DeviceEvents, points: pl.DataFrame, waited: pl.DataFrame, times: Ints
 ) -> Iterator[pl.DataFrame]:
     """Launches, streams in order, streams that wait, and calls, whose waits are the usual."""
-    earlier, later = ordered_pairs(kernels)
+    # Events that follow each other on a stream, also where the later one begins a bit too early:
+    # rounding, or programmatic dependent launch, where it begins earlier as the other one does.
+    # Events of one launch that overlap are branches of a CUDA graph: they do not wait.
+    earlier, later = dependencies.stream_order(kernels)
+    overlaps = kernels.ends[earlier] - kernels.starts[later]
+    launch = kernels.frame["correlation"].fill_null(-1).to_numpy()
+    is_graph = (launch[earlier] == launch[later]) & (launch[earlier] > 0)
+    is_short = 2 * overlaps < kernels.ends[earlier] - kernels.starts[earlier]
+    follows = (overlaps <= dependencies.ROUNDING_NS) | (is_short & ~is_graph)
+    earlier, later = earlier[follows], later[follows]
     first, second = stream_waits(kernels)
     # From a launch to the start of a computing kernel that nothing else on the GPU held up.
     before = np.full(len(kernels.starts), dependencies.NEVER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -194,14 +194,6 @@ class _Reading:
     not_used: Counter[str] = field(default_factory=Counter)
     bad_time: int = 0
 
-    def take_scanned(self, counts: Sequence[int]) -> None:
-        """Counts what the compiled scanner has read, by category."""
-        for category, count in zip(schema.CATEGORIES, counts, strict=True):
-            table = schema.TABLE_OF_CATEGORY.get(category)
-            if count:
-                (self.kept if table else self.redundant)[table or category] += count
-        self.events += sum(counts)
-
 
 def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadReport]:
     """Reads a file once."""
@@ -213,7 +205,11 @@ def read_trace(path: Path, sink: Sink) -> tuple[dict[str, Any], list[str], LoadR
     for piece in text.pieces():
         scanned = None if text.is_last else native.scan(piece, reading.events)
         if scanned is not None:
-            reading.take_scanned(scanned[0])
+            for category, count in zip(schema.CATEGORIES, scanned[0], strict=True):
+                if count:
+                    of = schema.TABLE_OF_CATEGORY.get(category)
+                    (reading.kept if of else reading.redundant)[of or category] += count
+            reading.events += sum(scanned[0])
             _flush(native, sink, NATIVE_ROWS)
         else:
             _flush(native, sink)  # what stands before it in the file

@@ -205,7 +205,13 @@ class TraceText:
             self.is_last = True
             buffer = b"".join(waiting)
             yield buffer[_after_separator(buffer) :]
-        self._add_trailer()
+        rest = b"".join(self._trailer or []).strip()  # the metadata behind the events
+        if self._trailer_bytes > EVENT_LIMIT_BYTES:
+            self.notes.append(
+                f"{self._trailer_bytes >> 20} MiB of metadata behind the events were left out"
+            )
+        elif rest:
+            self._add_metadata(rest, "behind")
 
     def unread(self, rest: bytes) -> None:
         """Puts the incomplete end of the current piece back, to be read with what follows it."""
@@ -250,30 +256,17 @@ class TraceText:
                     self._add_metadata(head[: key.start()].strip().removeprefix(b"{"), "before")
                     return head[key.end() :]
             searched = max(0, len(head) - _EVENTS_KEY_BYTES)
-        raise self._no_events(head)
-
-    def _no_events(self, head: bytes) -> TraceFormatError:
         begin = head[:24].decode(errors="replace")
         shown = f"{self.size_bytes} bytes, begins {begin!r}" if head else "it is empty"
         why = "".join(f"; {note}" for note in self.notes)
         hint = next(hint for key, hint in _HINTS if re.search(key, head[: 1 << 20]))
         hint = _REPORT_HINT if self.path.name.endswith((".nsys-rep", ".qdrep")) else hint
-        return TraceFormatError(f"{self.path}: no traceEvents in it: {shown}{why}", hint=hint)
+        raise TraceFormatError(f"{self.path}: no traceEvents in it: {shown}{why}", hint=hint)
 
     def _keep_trailer(self, block: bytes) -> None:
         self._trailer_bytes += len(block)
         if self._trailer is not None and self._trailer_bytes <= EVENT_LIMIT_BYTES:
             self._trailer.append(block)
-
-    def _add_trailer(self) -> None:
-        """The metadata behind the events."""
-        rest = b"".join(self._trailer or []).strip()
-        if self._trailer_bytes > EVENT_LIMIT_BYTES:
-            self.notes.append(
-                f"{self._trailer_bytes >> 20} MiB of metadata behind the events were left out"
-            )
-        elif rest:
-            self._add_metadata(rest, "behind")
 
     def _add_metadata(self, text: bytes, where: str) -> None:
         """Keys and values as they stand before or behind the events, with stray commas."""
