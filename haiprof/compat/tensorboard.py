@@ -67,9 +67,18 @@ class Layout:
     def _link(self, folder: Path, members: Sequence[Worker]) -> None:
         # Made elsewhere first: TensorBoard must not find it incomplete.
         fresh = safe_files.MadeFolder.temporary(".haiprof-", self.below)
+        digits, names = len(str(max(member.rank for member in members))), set[str]()
         try:
-            for name, worker in link_names(members).items():
-                safe_files.make_link(fresh.path / name, worker.path.resolve(), below=self.below)
+            for member in members:  # by the names that torch-tb-profiler takes its workers from
+                host = _UNSAFE.sub("-", member.host or "").strip("-")[:64] or "host"
+                stem, number = f"rank{member.rank:0{digits}}_{host}", 1
+                ending = TRACE_SUFFIX if member.is_packed else PLAIN_TRACE_SUFFIX
+                name = stem + ending
+                while name in names:
+                    number += 1
+                    name = f"{stem}-{number}{ending}"
+                names.add(name)
+                safe_files.make_link(fresh.path / name, member.path.resolve(), below=self.below)
             fresh.move(folder)
         except OSError:
             fresh.remove()
@@ -95,22 +104,6 @@ def _names(folder: Path, below: Path) -> list[str]:
         return safe_files.list_folder(folder, below=below)
     except FileNotFoundError:
         return []
-
-
-def link_names(members: Sequence[Worker]) -> dict[str, Worker]:
-    """The traces of one window by the names that torch-tb-profiler takes its workers from."""
-    digits = len(str(max(member.rank for member in members)))
-    found: dict[str, Worker] = {}
-    for member in members:
-        host = _UNSAFE.sub("-", member.host or "").strip("-")[:64] or "host"
-        stem, number = f"rank{member.rank:0{digits}}_{host}", 1
-        ending = TRACE_SUFFIX if member.is_packed else PLAIN_TRACE_SUFFIX
-        name = stem + ending
-        while name in found:
-            number += 1
-            name = f"{stem}-{number}{ending}"
-        found[name] = member
-    return found
 
 
 @contextlib.contextmanager

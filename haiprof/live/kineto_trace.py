@@ -142,7 +142,20 @@ def _finish_trace(process: KinetoProcess, attempt: _Attempt) -> ProcessTrace:
         )  # fmt: skip
     if part is not None:  # the run's launcher compresses it, as a rank's own raw trace
         target = part.trace
-        write_json(part.sidecar, _sidecar(facts, report, part, attempt, raw), below=below)
+        clock, recorded = report.get("clock") or {}, (raw.start_wall_ns, raw.end_wall_ns)
+        is_known = {"wall_ns", "mono_ns"} <= set(clock)
+        start_ns, end_ns = (
+            ns - (clock["wall_ns"] - clock["mono_ns"]) if is_known else None for ns in recorded
+        )
+        content = {
+            "version": SCHEMA_VERSION, "stem": part.stem.text, **facts,
+            **{key: report.get(key) for key in ("attempt", "restart", "local_rank")},
+            "start_mono_ns": start_ns, "end_mono_ns": end_ns,
+            "request": attempt.id, "options": dict(attempt.request.options),
+            "event_count": raw.event_count, "raw_bytes": part.raw.stat().st_size,
+            **dict.fromkeys(("cut", "setup_ns", "start_ns", "stop_ns", "export_ns", "et_bytes")),
+        }  # fmt: skip
+        write_json(part.sidecar, content, below=below)
     safe_files.remove_file(path, below=path.parent)
     ends = raw.optimizer_ends_wall_ns
     gaps = [after - before for before, after in itertools.pairwise(ends)]
@@ -223,24 +236,6 @@ def _metadata(
         return {"haiprof": own}
     shared = {key: facts[key] for key in ("rank", "world_size")}
     return {"distributedInfo": {**shared, "backend": report.get("backend")}, "haiprof": own}
-
-
-def _sidecar(
-    facts: Mapping[str, Any], report: Mapping[str, Any], part: Part, attempt: _Attempt,
-    raw: complete.RawTrace,
-) -> dict[str, Any]:  # fmt: skip
-    """What a rank writes beside a raw trace of its own."""
-    clock = report.get("clock") or {}
-    offset = clock["wall_ns"] - clock["mono_ns"] if {"wall_ns", "mono_ns"} <= set(clock) else None
-    ends_ns = {"start_mono_ns": raw.start_wall_ns, "end_mono_ns": raw.end_wall_ns}
-    return {
-        "version": SCHEMA_VERSION, "stem": part.stem.text, **facts,
-        **{key: report.get(key) for key in ("attempt", "restart", "local_rank")},
-        **{key: None if offset is None else ns - offset for key, ns in ends_ns.items()},
-        "request": attempt.id, "options": dict(attempt.request.options),
-        "event_count": raw.event_count, "raw_bytes": part.raw.stat().st_size,
-        **dict.fromkeys(("cut", "setup_ns", "start_ns", "stop_ns", "export_ns", "et_bytes")),
-    }  # fmt: skip
 
 
 def trace_processes(

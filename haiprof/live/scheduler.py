@@ -16,7 +16,7 @@ import shutil
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -70,7 +70,13 @@ def ask_schedulers(
     job = manifest.environment.get("slurm_job")
     if isinstance(job, str) and job.isascii() and job.isdigit() and len(job) < 12:
         slurm = said[f"Slurm about job {job}"] = _ask_slurm(job, manifest, environ)
-    known = list(_pods(run))[:_POD_LIMIT]
+    # The pods of the run's nodes, as their agents wrote them down.
+    told = ((host, try_read_json(node.agent).get("pod")) for host, node in run.node_folders())
+    pods_of = [
+        {**pod, "host": host} for host, pod in told if isinstance(pod, dict)
+        and all(is_pod_name(pod.get(name)) for name in ("name", "namespace"))
+    ]  # fmt: skip
+    known = pods_of[:_POD_LIMIT]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = pool.map(lambda pod: _ask_pod(pod, manifest, environ, root), known)
         for pod, answer in zip(known, answers, strict=True):
@@ -208,14 +214,6 @@ def _number(text: object) -> int:
 
 
 # -- Kubernetes ------------------------------------------------------------------------------------
-
-
-def _pods(run: RunPaths) -> Iterator[dict[str, Any]]:
-    """The pods of a run's nodes, as their agents wrote them down."""
-    for host, paths in run.node_folders():
-        pod = try_read_json(paths.agent).get("pod")
-        if isinstance(pod, dict) and all(is_pod_name(pod.get(n)) for n in ("name", "namespace")):
-            yield {**pod, "host": host}
 
 
 def _ask_pod(

@@ -115,7 +115,7 @@ def with_operator(
     """GPU events with the innermost operator around their launch."""
     spans = _without_steps(trace.ops)
     if annotations:
-        ranges = _ranges(trace)
+        ranges = _without_steps(trace.host_ranges)
         spans = pl.concat([ranges, spans.select(ranges.columns)])
     tree = nest(spans)
     gpu = with_call(gpu_events(trace, steps), trace.runtime)
@@ -169,7 +169,7 @@ def kernel_operators(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         tree.names_at(top).alias("top_operator"),
         pl.when(pl.Series(row >= 0)).then(matched_by).alias("matched_by"),
         modules.str.strip_prefix(_MODULE).alias("module"),
-        _name_around(_ranges(trace), owned.made_by).alias("annotation"),
+        _name_around(_without_steps(trace.host_ranges), owned.made_by).alias("annotation"),
     )
 
 
@@ -284,11 +284,6 @@ def rows_around(tree: CallTree, calls: pl.DataFrame) -> Ints:
 def _name_around(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.Series:
     tree = nest(spans)
     return tree.names_at(rows_around(tree, calls))
-
-
-def _ranges(trace: Trace) -> pl.DataFrame:
-    """record_function ranges on the CPU."""
-    return _without_steps(trace.host_ranges)
 
 
 def _without_steps(spans: pl.DataFrame) -> pl.DataFrame:

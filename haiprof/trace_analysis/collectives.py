@@ -578,7 +578,20 @@ def rank_clocks(
         on_gpus = kernels.filter(pl.col("device").ne_missing(ON_CPU))  # gloo's end them ms apart
         rows = clock_offsets(match_collectives(on_gpus)).iter_rows(named=True)
         offsets = {row["rank"]: row for row in rows}
-    moved = _corrections(offsets, {rank: each.host for rank, each in comparable.items()})
+    # What is subtracted from each rank's times, by `RULE`.
+    groups: dict[str | int, list[int]] = {}
+    for rank in (rank for rank, row in offsets.items() if row["offset_ns"] is not None):
+        groups.setdefault(comparable[rank].host or rank, []).append(rank)
+    moved: dict[int, int] = {}
+    for ranks in groups.values():
+        rows_of = [offsets[rank] for rank in ranks]
+        together = round(median(row["offset_ns"] for row in rows_of))
+        several = min(row["collective_count"] for row in rows_of) > 1
+        sure = several and is_sure(together, max(row["residual_ns"] for row in rows_of))
+        together = together if sure else 0
+        for rank, row in zip(ranks, rows_of, strict=True):
+            apart = is_sure(row["offset_ns"] - together, row["residual_ns"])
+            moved[rank] = row["offset_ns"] if row["collective_count"] > 1 and apart else together
     start_ns = min((each.base_ns + (each.first_ns or 0) for each in timed.values()), default=0)
     clocks = []
     for rank, each in inputs.items():
@@ -614,24 +627,3 @@ def clock_notes(inputs: Mapping[int, TraceInput], clocks: Sequence[RankClock]) -
         ranks = "all ranks" if len(unchecked) == len(clocks) else f"ranks {', '.join(unchecked)}"
         found.append(f"{ranks}: not compared by collectives; wall clocks {where}")
     return found
-
-
-def _corrections(
-    offsets: Mapping[int, Mapping[str, int]], hosts: Mapping[int, str | None]
-) -> dict[int, int]:
-    """What is subtracted from each rank's times, by `RULE`."""
-    groups: dict[str | int, list[int]] = {}
-    for rank in (rank for rank, row in offsets.items() if row["offset_ns"] is not None):
-        groups.setdefault(hosts.get(rank) or rank, []).append(rank)
-    moved: dict[int, int] = {}
-    for ranks in groups.values():
-        rows = [offsets[rank] for rank in ranks]
-        together = round(median(row["offset_ns"] for row in rows))
-        several = min(row["collective_count"] for row in rows) > 1
-        sure = several and is_sure(together, max(row["residual_ns"] for row in rows))
-        together = together if sure else 0
-        for rank, row in zip(ranks, rows, strict=True):
-            apart = is_sure(row["offset_ns"] - together, row["residual_ns"])
-            own = row["collective_count"] > 1 and apart
-            moved[rank] = row["offset_ns"] if own else together
-    return moved

@@ -227,8 +227,16 @@ def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
     linkable: Bools = nodes.select(shown).to_series().to_numpy()
     notes, refused = [], {}
     for column in (RECORD_FUNCTION_ID, EXTERNAL_ID):
-        row, differing = _by_id(nodes, tree, linkable, column)
-        found = int(np.count_nonzero(row >= 0))
+        # Row of each node with the same id and name, and how many have the same id only.
+        spans = tree.spans.select(pl.col("name").cast(pl.String).alias("span_name"), id=column)
+        spans = spans.with_row_index("row").drop_nulls("id").unique("id", keep="none")
+        own = nodes.select("name", id="record_function_id").with_row_index("place")
+        own = own.filter(pl.Series(linkable), pl.col("id") > 0).unique("id", keep="none")
+        both = own.join(spans, on="id", how="inner")
+        same = both.filter(pl.col("name") == pl.col("span_name"))
+        row = np.full(len(nodes), -1, dtype=np.int64)
+        row[same["place"].to_numpy()] = same["row"].to_numpy()
+        found, differing = len(same), len(both) - len(same)
         if not found + differing:
             continue
         if found >= SAME_NAMES_RATIO * (found + differing):
@@ -259,19 +267,6 @@ def identify(nodes: pl.DataFrame, tree: CallTree) -> Identified:
     )  # fmt: skip
 
 
-def _by_id(nodes: pl.DataFrame, tree: CallTree, linkable: Bools, column: str) -> tuple[Ints, int]:
-    """Row of each node with the same id and name, and how many have the same id only."""
-    spans = tree.spans.select(pl.col("name").cast(pl.String).alias("span_name"), id=column)
-    spans = spans.with_row_index("row").drop_nulls("id").unique("id", keep="none")
-    own = nodes.select("name", id="record_function_id").with_row_index("place")
-    own = own.filter(pl.Series(linkable), pl.col("id") > 0).unique("id", keep="none")
-    pairs = own.join(spans, on="id", how="inner")
-    same = pairs.filter(pl.col("name") == pl.col("span_name"))
-    row = np.full(len(nodes), -1, dtype=np.int64)
-    row[same["place"].to_numpy()] = same["row"].to_numpy()
-    return row, len(pairs) - len(same)
-
-
 def _by_order(nodes: pl.DataFrame, tree: CallTree, linkable: Bools) -> Ints:
     """Row of each node, by order and name within threads that call the same names most."""
     texts = pl.concat([nodes["name"], tree.spans["name"].cast(pl.String)]).rank("dense")
@@ -281,12 +276,23 @@ def _by_order(nodes: pl.DataFrame, tree: CallTree, linkable: Bools) -> Ints:
     row = np.full(len(nodes), -1, dtype=np.int64)
     threads = _threads(nodes.select("tid"), linkable)
     timelines = _threads(tree.spans.select("pid", "tid"), ~steps | np.isin(others, own))
-    for one, unordered in _pair_threads(threads, timelines, own, others):
-        other = unordered
+    # Threads of both, by how many calls of the same names they have: most first.
+    size = int(max(own.max(initial=0), others.max(initial=0))) + 1
+    counts, known = ([np.bincount(names[rows], minlength=size) for rows in each]
+                     for names, each in ((own, threads), (others, timelines)))  # fmt: skip
+    shared = [(int(np.minimum(one, other).sum()), at, place)
+              for at, one in enumerate(counts) for place, other in enumerate(known)]  # fmt: skip
+    used, taken = set(), set()
+    for count, at, place in sorted(shared, key=lambda each: -each[0]):
+        if not count or at in used or place in taken:
+            continue
+        used.add(at)
+        taken.add(place)
+        one, other = threads[at], timelines[place]
         # In the order of external ids, which count begins, where times do not object.
-        ids = tree.spans["external_id"][unordered]
+        ids = tree.spans["external_id"][other]
         if not ids.null_count():
-            counted = unordered[np.argsort(ids.to_numpy(), kind="stable")]
+            counted = other[np.argsort(ids.to_numpy(), kind="stable")]
             if (np.diff(tree.starts[counted]) >= -ROUNDING_NS).all():
                 other = counted
         left, right = align_names(own[one], others[other])
@@ -299,25 +305,6 @@ def _threads(frame: pl.DataFrame, wanted: Bools) -> list[Ints]:
     rows = frame.with_row_index("place").filter(pl.Series(wanted, dtype=pl.Boolean))
     groups = rows.group_by(frame.columns, maintain_order=True).agg("place")["place"]
     return [places.to_numpy().astype(np.int64) for places in groups]
-
-
-def _pair_threads(
-    threads: list[Ints], timelines: list[Ints], own: Ints, others: Ints
-) -> list[tuple[Ints, Ints]]:
-    """Threads of both, by how many calls of the same names they have: most first."""
-    size = int(max(own.max(initial=0), others.max(initial=0))) + 1
-    shared = [
-        (int(np.minimum(np.bincount(own[one], minlength=size),
-                        np.bincount(others[other], minlength=size)).sum()), at, place)
-        for at, one in enumerate(threads) for place, other in enumerate(timelines)
-    ]  # fmt: skip
-    found, used, taken = [], set(), set()
-    for count, at, place in sorted(shared, key=lambda each: -each[0]):
-        if count and at not in used and place not in taken:
-            used.add(at)
-            taken.add(place)
-            found.append((threads[at], timelines[place]))
-    return found
 
 
 _LISTS = pl.List(pl.Int64)

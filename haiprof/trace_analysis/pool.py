@@ -28,7 +28,6 @@ from haiprof.trace_format.kineto.rank_trace import Trace
 if TYPE_CHECKING:
     from dask_jobqueue import SLURMCluster
     from distributed import Client
-    from distributed.security import Security
 
 
 _Result = TypeVar("_Result")
@@ -287,8 +286,27 @@ class SlurmCluster(DaskPool):
                 "--cluster slurm needs dask-jobqueue, which is not installed",
                 hint="pip install 'haiprof[dask]', for the Python that the nodes run too",
             ) from None
-        keys = _own_folder()
+        from distributed.security import Security
+
+        try:  # a folder for keys, where home folders are: the nodes see it, nobody else may
+            home = user_folder()
+            caches = home / "haiprof" / "dask"
+            make_named_folder(home, mode=PRIVATE)
+            make_folder(caches, below=home, mode=PRIVATE, own=True)
+            keys = MadeFolder.temporary("keys-", caches)
+        except OSError as error:
+            raise HaiprofError(
+                f"--cluster slurm: no place for its keys: {error.filename}: {error.strerror}",
+                hint="XDG_CACHE_HOME=DIR names a folder of your own that the nodes see",
+            ) from None
         weakref.finalize(self, keys.remove)
+        # New keys, written there; those of dask-jobqueue itself stay open until collected.
+        made, paths = Security.temporary(), {}
+        for name in (name for name in made.__slots__ if name.startswith("tls_")):
+            text = getattr(made, name)
+            if isinstance(text, str) and "\n" in text:
+                paths[name] = str(keys.path / name)
+                write_file(keys.path / name, text.encode(), below=keys.path, mode=0o600)
         asked = self.options
         cluster = SLURMCluster(
             cores=1, processes=1, memory=asked.memory, queue=asked.partition,
@@ -296,7 +314,7 @@ class SlurmCluster(DaskPool):
             python=sys.executable, job_name="haiprof",
             job_extra_directives=[] if asked.log else ["--output=/dev/null"],
             scheduler_options={"dashboard": False, "dashboard_address": ":0"},
-            security=_write_keys(keys.path),
+            security=Security(require_encryption=True, **paths),
         )  # fmt: skip
         weakref.finalize(self, cluster.close)
         return cluster
@@ -332,34 +350,6 @@ class SlurmCluster(DaskPool):
         if done.returncode:
             reason = " ".join(done.stderr.split()) or f"status {done.returncode}"
             raise UsageError(f"--cluster slurm: Slurm would not run it: {reason}", hint=_HINT)
-
-
-def _own_folder() -> MadeFolder:
-    """A new folder for keys, where home folders are: the nodes see it, nobody else may."""
-    try:
-        home = user_folder()
-        caches = home / "haiprof" / "dask"
-        make_named_folder(home, mode=PRIVATE)
-        make_folder(caches, below=home, mode=PRIVATE, own=True)
-        return MadeFolder.temporary("keys-", caches)
-    except OSError as error:
-        raise HaiprofError(
-            f"--cluster slurm: no place for its keys: {error.filename}: {error.strerror}",
-            hint="XDG_CACHE_HOME=DIR names a folder of your own that the nodes see",
-        ) from None
-
-
-def _write_keys(folder: Path) -> Security:
-    """Writes new keys into `folder`; those of dask-jobqueue itself stay open until collected."""
-    from distributed.security import Security
-
-    made = Security.temporary()
-    keys = {name: getattr(made, name) for name in made.__slots__ if name.startswith("tls_")}
-    keys = {name: text for name, text in keys.items() if isinstance(text, str) and "\n" in text}
-    for name, text in keys.items():
-        write_file(folder / name, text.encode(), below=folder, mode=0o600)
-    paths = {name: str(folder / name) for name in keys}
-    return Security(require_encryption=True, **paths)
 
 
 _SCHEMES = ("tcp://", "tls://", "ucx://", "ws://", "wss://", "inproc://")

@@ -186,21 +186,18 @@ def module_times(trace: Trace, steps: Steps = None) -> pl.DataFrame:
         host_self_ns=pl.col("own").filter(begun).sum(),
         host_ns=pl.col("dur_ns").filter(begun).sum(),
     )
-    ahead, back, of_graph = (
-        launched.filter(which) for which in (~pl.col("is_backward"), "is_backward", "of_graph")
-    )
-    for column, rows in (
-        ("kernel_count", launched), ("device_self_ns", ahead), ("device_ns", ahead),
-        ("backward_device_self_ns", back), ("backward_device_ns", back),
-        ("backward_host_ns", nodes), ("graph_kernel_count", of_graph),
-        ("graph_device_self_ns", of_graph),
+    ns, back, in_graph = pl.col("dur_ns"), pl.col("is_backward"), pl.col("of_graph")
+    ahead_ns, back_ns = ns.filter(~back).sum(), ns.filter(back).sum()
+    for sums in (
+        _by_path(
+            tree, paths, launched, with_outer=False, kernel_count=pl.len(),
+            device_self_ns=ahead_ns, backward_device_self_ns=back_ns,
+            graph_kernel_count=in_graph.sum(), graph_device_self_ns=ns.filter(in_graph).sum(),
+        ),
+        _by_path(tree, paths, launched, device_ns=ahead_ns, backward_device_ns=back_ns),
+        _by_path(tree, paths, nodes, backward_host_ns=ns.sum()),
     ):  # fmt: skip
-        values = (pl.lit(1, pl.Int64) if column.endswith("_count") else pl.col("dur_ns")).alias(
-            column
-        )
-        is_total = not column.endswith(("_count", "_self_ns"))
-        own = _by_path(tree, paths, rows, values, with_outer=is_total)
-        found = found.join(own, on="path", how="full", coalesce=True, nulls_equal=True)
+        found = found.join(sums, on="path", how="full", coalesce=True, nulls_equal=True)
     numbers = [name for name, dtype in SCHEMA.items() if dtype == pl.Int64 and name != "depth"]
     found = found.with_columns(pl.col(numbers).fill_null(0))
     order = pl.col("first_ns").fill_null(np.iinfo(np.int64).max)
@@ -278,17 +275,15 @@ def _forward_part(trace: Trace, tree: call_tree.CallTree, spans: pl.DataFrame, r
 
 
 def _by_path(
-    tree: call_tree.CallTree, paths: pl.Series, rows: pl.DataFrame, value: pl.Expr, *,
-    with_outer: bool,
+    tree: call_tree.CallTree, paths: pl.Series, rows: pl.DataFrame, *, with_outer: bool = True,
+    **sums: pl.Expr,
 ) -> pl.DataFrame:  # fmt: skip
     """Sums by path; with those of the parts around as well, or of the innermost part alone."""
-    own, values = rows["row"].to_numpy(), rows.select("row", value).to_series(1)
-    levels = [pl.DataFrame([call_tree.take(paths, own), values])]
-    if with_outer:
-        around = np.append(tree.parent, -1)[own]
-        levels += [pl.DataFrame([paths.gather(row), values.gather(place)])
-                   for place, row in tree.outwards(around)]  # fmt: skip
-    return pl.concat(levels).group_by("path").agg(pl.all().sum())
+    own = rows["row"].to_numpy()
+    levels = [rows.with_columns(call_tree.take(paths, own))]
+    for place, row in tree.outwards(np.append(tree.parent, -1)[own]) if with_outer else ():
+        levels.append(rows[place].with_columns(paths.gather(row)))
+    return pl.concat(levels).group_by("path").agg(**sums)
 
 
 _ENGINE = "^(torch::)?autograd::"

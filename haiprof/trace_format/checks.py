@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -353,8 +353,12 @@ def check_trace(
     far[GPU] += len(linked) - len(close)
     twice = {name: len(table) - len(once[name]) for name, table in near.items()}
     what, effect = "far in time from all others", "left out of all answers"
+    damage = [(report.cut.text, report.cut.effect)] if report.cut is not None else []
+    damage += [(note.partition(": ")[2] or note, "what could not be read is in no answer")
+               for note in replace(report, truncated_bytes=None).notes]  # fmt: skip
     found = (
-        *_damage(report), _event_finding(far, "far_timestamps", what, effect),
+        *(Finding("damaged_file", 1, *said) for said in damage),
+        _event_finding(far, "far_timestamps", what, effect),
         _event_finding(twice, "duplicate_events", "recorded twice", "counted once"),
         *of_streams, *of_launches, unit_finding(close, calls), *of_links,
     )  # fmt: skip
@@ -373,11 +377,3 @@ def _window(events: pl.DataFrame) -> tuple[int, int]:
     """First start and last end of some events."""
     end = events.select((pl.col("ts_ns") + pl.col("dur_ns")).max()).item()
     return int(events["ts_ns"][0]), int(end)
-
-
-def _damage(report: LoadReport) -> Iterator[Finding]:
-    if report.cut is not None:
-        yield Finding("damaged_file", 1, report.cut.text, report.cut.effect)
-    for note in replace(report, truncated_bytes=None).notes:
-        text = note.partition(": ")[2] or note
-        yield Finding("damaged_file", 1, text, "what could not be read is in no answer")

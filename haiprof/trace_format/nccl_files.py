@@ -67,13 +67,23 @@ class NcclFile:
 
 def read_nccl_file(path: Path, *, limit_bytes: int = LIMIT_BYTES) -> NcclFile:
     """Reads the end of one file; damaged lines are left out and counted."""
-    content, is_cut, changed_ns = _read_end(path, limit_bytes)
-    lines = [line for line in map(bytes.strip, content.splitlines()) if line]
+    with (
+        convert_os_errors(TraceFormatError, f"{path}: cannot be read"),
+        os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file,
+    ):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise TraceFormatError(f"{path}: not a regular file")
+        skipped = max(status.st_size - limit_bytes, 0)
+        file.seek(skipped)
+        content = file.read(limit_bytes)
+    content = content.partition(b"\n")[2] if skipped else content  # whole lines
+    is_cut, lines = skipped > 0, [line for line in map(bytes.strip, content.splitlines()) if line]
     if not lines:
         raise TraceFormatError(f"{path}: nothing is in it yet")
     rows = _Rows()
     if lines[0].startswith((b"nccl_", b"# ")):
-        _read_prometheus(lines, rows, path, changed_ns)
+        _read_prometheus(lines, rows, path, status.st_mtime_ns)
     elif lines[0].startswith(b"[") or b'"cat"' in lines[0]:
         _read_profiler(lines, rows)
     else:
@@ -97,22 +107,6 @@ def read_nccl_file(path: Path, *, limit_bytes: int = LIMIT_BYTES) -> NcclFile:
         collectives=together, waits=pl.DataFrame(waits, schema=WAIT_SCHEMA, orient="row"),
         is_cut=is_cut, notes=tuple(notes),
     )  # fmt: skip
-
-
-def _read_end(path: Path, limit_bytes: int) -> tuple[bytes, bool, int]:
-    """The last whole lines, whether others were left out, and when the file was changed."""
-    with (
-        convert_os_errors(TraceFormatError, f"{path}: cannot be read"),
-        os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file,
-    ):
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise TraceFormatError(f"{path}: not a regular file")
-        skipped = max(found.st_size - limit_bytes, 0)
-        file.seek(skipped)
-        content = file.read(limit_bytes)
-    content = content.partition(b"\n")[2] if skipped else content
-    return content, skipped > 0, found.st_mtime_ns
 
 
 class _Rows:
@@ -237,8 +231,15 @@ def _read_inspector(lines: Sequence[bytes], rows: _Rows, path: Path, *, is_cut: 
                 rows.add_wait(own[0], "gpu_ns", gpu_us * 1e3)
                 rows.add_wait(own[0], "peer_ns", (step.peer_credit_us or 0.0) * 1e3)
                 rows.add_wait(own[0], "flush_ns", (step.flush_us or 0.0) * 1e3)
-        else:
-            _add_operation(record, *own, rows)
+        elif (found := record.coll_perf or record.p2p_perf) is not None:
+            # It ended; without a time of its kernel (`collective_cpu`) its rate is not known.
+            is_timed = found.timing_source.startswith("kernel") and found.exec_time_us > 0
+            rows.records.append((
+                *own[0], found.kind[:_NAME_LIMIT], bytes_text(found.msg_size_bytes), 1,
+                record.coll_perf.sn if record.coll_perf else None,
+                found.exec_time_us * 1e3 if is_timed else None,
+                found.busbw_gbs * _GB if is_timed and found.busbw_gbs > 0 else None, own[1],
+            ))  # fmt: skip
 
 
 def _context(record: _Record, path: Path) -> tuple[_Process, int] | None:
@@ -255,19 +256,6 @@ def _context(record: _Record, path: Path) -> tuple[_Process, int] | None:
     process = ("inspector", header.id[:_NAME_LIMIT], header.rank, header.n_ranks,
                metadata.hostname[:_NAME_LIMIT], metadata.pid, None)  # fmt: skip
     return process, metadata.dump_timestamp_us * 1000
-
-
-def _add_operation(record: _Record, process: _Process, written_ns: int, rows: _Rows) -> None:
-    """One that ended; without a time of its kernel (`collective_cpu`) its rate is not known."""
-    found = record.coll_perf or record.p2p_perf
-    if found is not None:
-        is_timed = found.timing_source.startswith("kernel") and found.exec_time_us > 0
-        rows.records.append((
-            *process, found.kind[:_NAME_LIMIT], bytes_text(found.msg_size_bytes), 1,
-            record.coll_perf.sn if record.coll_perf else None,
-            found.exec_time_us * 1e3 if is_timed else None,
-            found.busbw_gbs * _GB if is_timed and found.busbw_gbs > 0 else None, written_ns,
-        ))  # fmt: skip
 
 
 _METRIC = re.compile(

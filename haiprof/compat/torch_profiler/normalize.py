@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -123,7 +122,13 @@ def _ns(stamp: Any) -> int | None:  # noqa: ANN401 - whatever stands in the file
 
 def _link_launches(spans: list[Event]) -> dict[Any, Event]:
     """Launches by correlation, each with `owner`; spans get ids, stacks, and ends that nest."""
-    noted = _recorded_operators(spans)
+    # Operators by the external id that Kineto gave them; none where it wrote correlations.
+    calls = [span for span in spans if span["cat"] == RUNTIME]
+    same = sum(_external_id(span) == span["args"].get("correlation") for span in calls)
+    operators = () if 2 * same > len(calls) else spans
+    noted = {_external_id(span): span for span in operators if span["cat"] == OPERATOR}
+    for nothing in (None, 0):
+        noted.pop(nothing, None)
     for number, span in enumerate(spans, start=1):
         span["id"] = number
     launches: dict[Any, Event] = {}
@@ -140,18 +145,6 @@ def _link_launches(spans: list[Event]) -> dict[Any, Event]:
             span["owner"] = noted.get(_external_id(span)) or span["owner"]
         launches[span["args"].get("correlation")] = span
     return launches
-
-
-def _recorded_operators(spans: Iterable[Event]) -> dict[Any, Event]:
-    """Operators by the external id that Kineto gave them; none where it wrote correlations."""
-    launches = [span for span in spans if span["cat"] == RUNTIME]
-    same = sum(_external_id(span) == span["args"].get("correlation") for span in launches)
-    if 2 * same > len(launches):
-        return {}
-    found = {_external_id(span): span for span in spans if span["cat"] == OPERATOR}
-    found.pop(None, None)
-    found.pop(0, None)
-    return found
 
 
 def _external_id(event: Event) -> Any:  # noqa: ANN401 - whatever stands in the file

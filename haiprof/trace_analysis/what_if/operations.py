@@ -132,13 +132,6 @@ class _Stage:
             yield from ((computing[first - 2], move) for move in self.these(optype)[:1])
         for gather in self.these(GATHER)[-1:]:
             yield gather, self.these(FORWARD)[0]
-        yield from self._after_computing(last)
-
-    def these(self, *optypes: str) -> list[Operation]:
-        """The operations of some types, by their start."""
-        return [operation for operation in self.operations if operation.optype in optypes]
-
-    def _after_computing(self, last: int) -> Iterator[tuple[Operation, Operation]]:
         scatters, separate = self.these(SCATTER), self.these(SEPARATE)
         tail = [self.last_to_end, *self.these(COLLECT), *self.these(LAYERNORM)]
         tail += self.these(EMBEDDING) if self.stage in (0, last) else []
@@ -147,6 +140,10 @@ class _Stage:
             yield from ((scatters[-1], o) for o in self.these(LAYERNORM) if scatters)
         tail += separate or scatters
         yield from pairwise([*tail, *self.these(CLIP), *self.these(OPTIMIZER)])
+
+    def these(self, *optypes: str) -> list[Operation]:
+        """The operations of some types, by their start."""
+        return [operation for operation in self.operations if operation.optype in optypes]
 
 
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")

@@ -220,8 +220,17 @@ def blocking_calls(
     for why, call, event, assumed in dependencies.host_waits(kernels):
         meant = (calls.starts[call] >= window[0]) & (calls.starts[call] <= window[1])
         if why in (dependencies.DEVICE, dependencies.STREAM):
+            # Of the events launched last to each stream before a call, which ended last in it.
+            best, ends = np.full(len(call), -1), np.append(kernels.ends, dependencies.NEVER)
+            for line in kernels.lines():
+                own = kernels.launch_order(line[kernels.known[line]])
+                times = kernels.launched[own]
+                before = np.searchsorted(times, calls.starts[call], side="right")
+                last = np.append(own, -1)[before - 1]
+                usable = (ends[last] <= calls.ends[call]) & (ends[last] > ends[best])
+                best = np.where(usable, last, best)
             known = (why == dependencies.STREAM) & ~assumed
-            event = np.where(known, event, _last_done(kernels, call))
+            event = np.where(known, event, best)
         if why not in (dependencies.SHORT_COPY, dependencies.MEMORY_FREE):
             parts.append(np.stack([call, event], axis=1)[meant])
     pairs = np.concatenate(parts)
@@ -235,19 +244,6 @@ def blocking_calls(
     held = (event >= 0) & (kernels.ends[event] <= ends) if len(kernels.ends) else event >= 0
     waited = {"call": call[held], "begin_ns": calls.starts[call[held]], "kernel": event[held]}
     return found, pl.DataFrame(waited)
-
-
-def _last_done(kernels: dependencies.DeviceEvents, call: Ints) -> Ints:
-    """Of the events launched last to each stream before a call, the one that ended last in it."""
-    calls, best = kernels.calls, np.full(len(call), -1)
-    ends = np.append(kernels.ends, dependencies.NEVER)
-    for line in kernels.lines():
-        own = kernels.launch_order(line[kernels.known[line]])
-        before = np.searchsorted(kernels.launched[own], calls.starts[call], side="right")
-        found = np.append(own, -1)[before - 1]
-        usable = (ends[found] <= calls.ends[call]) & (ends[found] > ends[best])
-        best = np.where(usable, found, best)
-    return best
 
 
 WORKERS_NAME = r"^enumerate\(DataLoader\)#_MultiProcessing"

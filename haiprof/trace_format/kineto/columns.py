@@ -242,7 +242,11 @@ def _complete_copies(gpu: pl.DataFrame) -> pl.DataFrame:
 def finish_table(table: str, part: pl.DataFrame, texts: pl.Enum) -> pl.DataFrame:
     """A table with all its columns, and with its texts in place of codes."""
     coded = [each.name for each in TABLES[table] if each.type == "str" and each.name in part]
-    known = part.with_columns(_as_text_of(name, texts) for name in coded)
+    # polars 2 has a method for it, where polars 1 (Python 3.10) casts.
+    known = part.with_columns(
+        code.cat.to(texts) if hasattr(code.cat, "to") else code.cast(texts)
+        for code in map(pl.col, coded)
+    )
     # One for all columns of a type, since they share its memory.
     nulls = {kind: pl.Series(dtype=texts if kind == "str" else stored)
              .extend_constant(None, part.height) for kind, stored in _STORED.items()}  # fmt: skip
@@ -251,9 +255,3 @@ def finish_table(table: str, part: pl.DataFrame, texts: pl.Enum) -> pl.DataFrame
         for each in TABLES[table]
     ])  # fmt: skip
     return _complete_copies(whole) if table == GPU and "copy_kind" in part else whole
-
-
-def _as_text_of(name: str, texts: pl.Enum) -> pl.Expr:
-    column = pl.col(name)
-    # polars 2 has a method for it, where polars 1 (Python 3.10) casts.
-    return column.cat.to(texts) if hasattr(column.cat, "to") else column.cast(texts)
