@@ -55,6 +55,7 @@ _OF_SLOW_PARTS = ("ranks_uneven", "blocking_collectives")
 _BETWEEN_RANKS = {
     "wait: link": "exchanges data between ranks", "wait: peer": "waits for other ranks"
 }  # fmt: skip
+_NO_WORK = (*_BETWEEN_RANKS, "wait: loader", "wait: lock")
 """Activities that are no work of the model's, however needed."""
 _LISTED_RATIO = PROBLEM_RATIO / 5  # Opportunities below this are in the ledger alone
 _LISTED = 10
@@ -316,7 +317,8 @@ def _finding(
 def uneven_notes(ledger: Ledger | None) -> Iterator[str]:
     """What the model itself does in a part of the steps alone."""
     for each in () if ledger is None else ledger.accounts:
-        if each.needed and each.when.startswith(("since", "until", "every")):
+        works = each.needed and each.activity not in _NO_WORK
+        if works and each.when.startswith(("since", "until", "every")):
             is_beside = each.position in ("prepare", "between_steps")
             yield (
                 f"{each.code_place or each.where}, {each.in_words}: "
@@ -434,7 +436,7 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") 
     mean = max(ledger.mean_ns, 1.0)
     if ledger.device_idle_ns is None:
         own_ns = sum(account.ns_per_step for account in ledger.accounts
-                     if account.needed and account.activity not in _BETWEEN_RANKS)  # fmt: skip
+                     if account.needed and account.activity not in _NO_WORK)  # fmt: skip
         share = ratio_text((own_ns + ledger.residual_ns) / mean)
         is_seen = own_ns >= ledger.residual_ns
         what = "passes in the model, whose code was not sampled"

@@ -883,7 +883,8 @@ _OF_ACTIVITY = {
     "wait: file": "write less often and more at once, without flush and fsync in each step, or "
     "from another thread",
     "wait: lock": "let the other thread hold the lock only while it takes over what it needs; hand "
-    "work to it through a queue, and do not wait for it in the loop",
+    "work to it through a queue, and do not wait for it in the loop; let another process that "
+    "makes data make the next while this one is used",
     "wait: socket": "ask less often, or from another thread; TCP_NODELAY where small messages go "
     "to and fro (about 40 ms each is Nagle's algorithm with delayed acknowledgements)",
     "wait: process": "start it less often, or do not wait for it in the loop",

@@ -166,7 +166,7 @@ def run_ledger(
     found = opportunities.join_received(table, found, time=time, waits=waits)
     share = _workers_share(inputs, time.slowest)
     table, found = opportunities.join_worker_cores(table, found, share)
-    table, found = _keep_needed_making(table, found, samples, time)
+    table = _keep_needed_waits(table, found, samples, inputs, time)
     found += loops.found
     slowed = None
     if saves is not None:
@@ -273,17 +273,28 @@ def plain_ledger(analyzer: RunFrames, also: Collection[int] = ()) -> RunLedger |
     return run_ledger(gather_inputs(analyzer, trace_limit_bytes=0), also=also)
 
 
-def _keep_needed_making(
-    table: TimeTable, found: list[Opportunity], samples: CodeSamples, time: JobTime
-) -> tuple[TimeTable, list[Opportunity]]:
-    """Where a lock or unequal shares hold workers up, making batches evenly is still needed."""
-    making_ns = even_ratio(samples.take(samples.phase == WORKER)) * time.mean_ns
+def _keep_needed_waits(
+    table: TimeTable, found: list[Opportunity], samples: CodeSamples, inputs: RuleInputs,
+    time: JobTime,
+) -> TimeTable:  # fmt: skip
+    """What waiting leaves: no step is shorter than the work of others that it is for."""
+    # Where a lock or unequal shares hold workers up, that of each worker; where a lock is waited
+    # for, that of all threads and processes of the ranks on their cores.
+    group, cores = shared_cores(inputs, time.slowest)
+    busy = sum(inputs.busy_cores.get(one.rank, 0.0) for one in group)
+    least = {
+        ledger.LOADER_WAIT: even_ratio(samples.take(samples.phase == WORKER)),
+        ledger.LOCK_WAIT: busy / cores if cores else 0.0,
+    }
     for each in found:
-        if making_ns and each.activity == ledger.LOADER_WAIT and each.at is None:
+        if each.activity == ledger.LOCK_WAIT or (
+            each.activity == ledger.LOADER_WAIT and each.at is None
+        ):
             wait_ns = time.mean_of(table, each.rows)
-            left = making_ns - (time.mean_ns - wait_ns)
-            table, _ = table.split(each.rows, left / max(wait_ns, 1.0), needed=True)
-    return table, found
+            left = least[each.activity] * time.mean_ns - (time.mean_ns - wait_ns)
+            if left > 0:
+                table, _ = table.split(each.rows, left / max(wait_ns, 1.0), needed=True)
+    return table
 
 
 def _keep_needed_link(

@@ -1386,6 +1386,23 @@ def test_workers_lines_are_named_not_the_wait_for_them(root: Path, name: str) ->
     assert (line.function, line.of, line.share) == ("load_image", "the workers' loading", 1.0)
 
 
+@pytest.mark.parametrize(("busy_cores", "left"), [(1.6, 0.8), (0.7, 17.2 / 37.2)])
+def test_waiting_for_others_work_gains_no_more_than_the_cores_allow(
+    root: Path, busy_cores: float, left: float
+) -> None:
+    """Actors that fill 1.6 of two cores: overlapped, all of it takes 0.8 of a step."""
+    acquire = (SCRIPT, job(31, "main"), (f"{PYTHON}/threading.py", 468, "Semaphore.acquire"))
+    write_sampled(root, lambda *_: (0.2, 5.0, 10.0, 2.0), {"other": acquire},
+                  after_ms=20.0, steps=400)  # fmt: skip
+    counters(root, lambda t, _: {"cpu_main_ns": 0.45 * (t + 2) * NS_PER_S,
+                                 "cpu_ns": busy_cores * (t + 2) * NS_PER_S})  # fmt: skip
+    placed(root)
+    first = judged(root).findings[0]
+    assert "waiting for a lock or another thread" in first.title
+    assert first.gain is not None
+    assert first.gain.left_ns / first.gain.step_ns == pytest.approx(left, abs=0.03)
+
+
 @pytest.mark.parametrize("inside", ["no_grad", "graph"])
 def test_a_metric_is_no_work_of_the_models_and_may_be_the_loss_where_it_has_a_graph(
     root: Path, inside: str
