@@ -301,12 +301,15 @@ def _keep_needed_link(
     table: TimeTable, found: list[Opportunity], inputs: RuleInputs, time: JobTime
 ) -> tuple[TimeTable, list[Opportunity]]:
     """Exchanging gradients takes what their bytes need on a good link; more is lost."""
-    # A ring all-reduce moves 2 (n - 1) / n of the gradients' bytes (Patarasuk and Yuan 2009). An
+    # A ring all-reduce moves 2 (n - 1) / n of the gradients' bytes (Patarasuk and Yuan 2009), and
+    # shards, which gather parameters twice, 3 (n - 1) / n (Rajbhandari et al., ZeRO, 2020). An
     # exchange that takes no longer than it may on a good link is needed as a whole; of a longer one
     # what it usually takes there is needed. What is called outside the phases exchanges none.
     count = len(time.ranks)
     most_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
-    bytes_ns = 2 * (count - 1) / count * most_bytes / thresholds.LINK_BYTES_PER_S * NS_PER_S
+    is_sharded = any(m.fsdp_unit_count for s in inputs.settings.values() for m in s.models)
+    moved_bytes = (2 + is_sharded) * (count - 1) / count * most_bytes
+    bytes_ns = moved_bytes / thresholds.LINK_BYTES_PER_S * NS_PER_S
     most_ns = bytes_ns + thresholds.LINK_LATENCY_NS
     usual_ns = bytes_ns + thresholds.LINK_USUAL_NS
     has_phases = np.isin(table.position, ledger.MODEL_POSITIONS).any()
