@@ -105,7 +105,7 @@ def judge(
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
     functions = [] if found is None else own_functions(found)
-    own = [] if found is None else own_work(inputs, found, functions)
+    own = [] if found is None else own_work(inputs, found)
     headline = _headline(inputs, findings, found, own)
     verdict = Verdict(
         run=run, name=manifest.name if manifest else analyzer.run.root.name,

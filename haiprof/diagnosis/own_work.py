@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -37,60 +37,58 @@ _OF_LOOPS = {
 }  # fmt: skip
 
 
-def own_functions(found: RunLedger) -> list[OwnFunction]:
+def own_functions(found: RunLedger, *, outside_layers: bool = False) -> list[OwnFunction]:
     """Functions with forward's and loss's own work, those with most of the step first."""
+    # Outside of layers: without what they call by modules of libraries.
     ledger, table, tree = found.ledger, found.table, found.table.tree
     if ledger.device_idle_ns is not None:  # the host's time says little of what a device works
         return []
     module = np.array([*(MODULE_FILE in frame.file for frame in tree.frames), False])
     calls_layer = tree.calls_libraries(module)[table.stack]
     line, engine = tree.line_places()[innermost_stack(tree)], is_of_autograd(table)
-    parts = defaultdict[tuple[str, str], list[tuple[Account, Ints]]](list)
+    parts = defaultdict[tuple[str, str], list[tuple[float, Account, Ints]]](list)
     traced, shared_ns = defaultdict[tuple[str, str], float](float), 0.0
     for each, rows in zip(ledger.accounts, found.rows, strict=True):
         key = each.file or "", written_in(each.function or "")
         if each.needed and each.position == "backward":
-            ratio = _part(table, rows, engine)
+            ratio = _part(table, rows, engine[rows])
             shared_ns += ratio * each.ns_per_step
             traced[key] += (1.0 - ratio) * each.ns_per_step
         elif each.needed and each.file and each.position in ("forward", "loss"):
             if is_in_trainer(each):
                 continue  # a library's model: the line that runs the trainer tells nothing of it
-            parts[key].append((each, rows))
-    recorded = {key: sum(each.ns_per_step for each, rows in own if has_gradients(table, rows))
-                for key, own in parts.items()}  # fmt: skip
+            own = ~calls_layer[rows] | (not outside_layers)
+            parts[key].append((_part(table, rows, own) * each.ns_per_step, each, rows[own]))
+    recorded = {key: sum(ns for ns, _, rows in of if has_gradients(table, rows))
+                for key, of in parts.items()}  # fmt: skip
     whole = max(sum(recorded.values()), 1.0)
     functions = []
-    for key, own in parts.items():
-        ns = sum(each.ns_per_step for each, _ in own)
-        plain_ns = sum(_part(table, rows, ~calls_layer) * each.ns_per_step for each, rows in own)
+    for key, of in parts.items():
+        ns = sum(part for part, *_ in of)
         by_share = shared_ns * recorded[key] / whole
-        most = max((each for each, _ in own), key=lambda each: each.ns_per_step)
-        rows = np.concatenate([rows for _, rows in own])
+        most = max(of, key=lambda part: part[0])[1]
+        rows = np.concatenate([rows for *_, rows in of])
         of_line = np.bincount(line[table.stack[rows]] + 1, table.ns[rows])
         functions.append(OwnFunction(
             file=key[0], line=most.line or 0, function=key[1], expression=most.code,
-            line_count=int(np.count_nonzero(of_line)) if of_line.max() < _ONE_LINE * of_line.sum()
-            else 1,
+            line_count=1 if of_line.max(initial=0.0) >= _ONE_LINE * of_line.sum()
+            else int(np.count_nonzero(of_line)),
             position=most.position, ns_per_step=ns, backward_ns=by_share + traced[key],
             is_estimate=by_share > 0, ratio=(ns + by_share + traced[key]) / ledger.mean_ns,
-            plain_ratio=plain_ns / ledger.mean_ns,
         ))  # fmt: skip
     return sorted(functions, key=lambda each: -each.ratio)
 
 
 def _part(table: TimeTable, rows: Ints, of: Bools) -> float:
-    """What share of some rows' time has it."""
-    return float(table.ns[rows][of[rows]].sum()) / max(float(table.ns[rows].sum()), 1.0)
+    """What share of some rows' time these of them have."""
+    return float(table.ns[rows[of]].sum()) / max(float(table.ns[rows].sum()), 1.0)
 
 
-def own_work(
-    inputs: RuleInputs, found: RunLedger, functions: Sequence[OwnFunction]
-) -> list[tuple[float, str]]:
+def own_work(inputs: RuleInputs, found: RunLedger) -> list[tuple[float, str]]:
     """Of the model's own work what may be the job's doing, and has no price: share, and words."""
     every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found.ledger)]
     every += _many_passes(inputs, found.ledger)
-    every += [] if found.recurrences else _own_function(functions)
+    every += [] if found.recurrences else _own_function(found)
     return [each for each in every if each[0] >= PROBLEM_RATIO]
 
 
@@ -112,16 +110,18 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     yield ratio, f"{text}: {do} saves {much}"
 
 
-def _own_function(functions: Sequence[OwnFunction]) -> Iterator[tuple[float, str]]:
+def _own_function(found: RunLedger) -> Iterator[tuple[float, str]]:
     """The function that takes most of forward and loss outside of layers."""
-    most = max(functions, key=lambda each: each.plain_ratio, default=None)
-    if most is not None and most.plain_ratio >= CRITICAL_RATIO:
+    functions = own_functions(found, outside_layers=True)
+    most = max(functions, key=lambda each: each.ns_per_step, default=None)
+    ratio = most.ns_per_step / found.ledger.mean_ns if most is not None else 0.0
+    if most is not None and ratio >= CRITICAL_RATIO:
         what, place = "one line", most.code_place
         if most.line_count > 1:
             what = f"{most.line_count} lines of one function"
             place = place_text(most.file, most.line, most.function)
-        text = f"{ratio_text(most.plain_ratio)} of the step is {what} of "
-        yield most.plain_ratio, f"{text}{position_words(most.position)} ({place})"
+        where = position_words(most.position)
+        yield ratio, f"{ratio_text(ratio)} of the step is {what} of {where} ({place})"
 
 
 def _own_backward(found: RunLedger) -> Iterator[tuple[float, str]]:

@@ -139,7 +139,6 @@ class OwnFunction:
     forward that autograd records."""
     is_estimate: bool  # Whether any of that is by its share
     ratio: float  # Both, of the step
-    plain_ratio: float  # What forward calls outside of modules that are libraries', of the step
 
     @property
     def code_place(self) -> str:
