@@ -242,10 +242,15 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     # What each step waits as usual, the median, is left out: slow samples are slow beside others.
     if loading.workers is None:
         return None
-    waits = (inputs.by_rank[rank]["dataloader_host_ns"].to_numpy() for rank in inputs.world)
-    rare, unusual = zip(*(_rare_share(each) for each in waits), strict=True)
+    steps = [inputs.by_rank[rank] for rank in inputs.world]
+    waits = (own["dataloader_host_ns"].to_numpy() for own in steps)
+    rare, unusual, excess = zip(*(_rare_share(each) for each in waits), strict=True)
     typical = lower_median(rare)
     if typical >= BURST_RARE_RATIO / max(loading.workers, 1):
+        return None
+    # A slow sample holds up for longer than a step: less is the jitter of a loader that is
+    # about as fast as training.
+    if lower_median(excess) < lower_median(number(own["step_ns"].median()) or 0.0 for own in steps):
         return None
     if lower_median(unusual) * loading.wait_share <= loading.core_wait:
         return None  # as much as it waited for a core, which makes any sample slow
@@ -260,16 +265,19 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     )
 
 
-def _rare_share(waits: Floats) -> tuple[float, float]:
-    """Share of the steps with 80 % of the waiting beyond the median, and that of all waiting."""
-    # The first is 1 where the second is little.
+def _rare_share(waits: Floats) -> tuple[float, float, float]:
+    """Share of the steps with 80 % of the waiting beyond the median, and that of all waiting.
+
+    Then what one of these steps waits beyond it. The first is 1 where the second is little.
+    """
     excess = np.maximum(waits - np.median(waits), 0.0)
     unusual = float(excess.sum()) / max(float(waits.sum()), 1.0)
     if unusual <= BURST_UNUSUAL_RATIO:
-        return 1.0, unusual
+        return 1.0, unusual, 0.0
     ordered = np.sort(excess)[::-1]
     reached = np.cumsum(ordered) >= BURST_MAIN_RATIO * ordered.sum()
-    return float((int(reached.argmax()) + 1) / len(ordered)), unusual
+    count = int(reached.argmax()) + 1
+    return count / len(ordered), unusual, float(ordered[:count].mean())
 
 
 def _made_by_worker(samples: CodeSamples) -> Floats:

@@ -352,6 +352,7 @@ def test_waiting_in_a_part_of_the_run_is_no_slow_sample(
         (14.0, 400.0, 15, 2, 0.0, True),
         (0.2, 60.0, 15, 0, 0.0, True),
         (0.2, 60.0, 15, 0, 0.4, False),  # the thread had no core meanwhile
+        (0.2, 14.0, 8, 1, 0.0, False),  # for less than a step: a loader that just keeps up
         *((0.2, 40.0 * count, count, count, 0.0, False) for count in (1, 2, 4)),  # their bursts
     ],
 )
