@@ -24,6 +24,11 @@ from haiprof.run_analysis.run_files import number
 from haiprof.run_format.stack_lines import LAYERS, RECURRENCE
 
 _ONE_LINE = 0.95  # Of a function's time, for it to be called that line's
+_FUNCTIONS = "/torch/nn/functional.py"
+_MAKES_WEIGHTS = 0.01
+"""Of the layer's time, in softmax of the weights. What need_weights=False saved of forward and
+backward, one thread (torch 2.13): nothing to 8 % of sequences of 32 to 256, 41 % of 512, 49 % of
+1,024."""
 _UPDATE_ALL = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers of torch that update all parameters, whether they have a gradient of 0 or not."""
 _MANY_PASSES, _SHORT_PASS_NS = 8, 1_000_000
@@ -87,9 +92,25 @@ def _part(table: TimeTable, rows: Ints, of: Bools) -> float:
 def own_work(inputs: RuleInputs, found: RunLedger) -> list[tuple[float, str]]:
     """Of the model's own work what may be the job's doing, and has no price: share, and words."""
     every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found.ledger)]
-    every += _many_passes(inputs, found.ledger)
+    every += [*_many_passes(inputs, found.ledger), *_attention_weights(found)]
     every += [] if found.recurrences else _own_function(found)
     return [each for each in every if each[0] >= PROBLEM_RATIO]
+
+
+def _attention_weights(found: RunLedger) -> Iterator[tuple[float, str]]:
+    """Attention of torch's own layer that makes its weights, which it does unless told not to."""
+    table, tree = found.table, found.table.tree
+    inside, makes = (tree.runs([(_FUNCTIONS, name)])[table.stack]
+                     for name in ("multi_head_attention_forward", "softmax"))  # fmt: skip
+    rows = np.flatnonzero(inside & table.needed)
+    if len(rows) and _part(table, rows, makes[rows]) >= _MAKES_WEIGHTS:
+        ratio = found.time.mean_of(table, rows) / found.ledger.mean_ns
+        yield (
+            ratio,
+            f"{ratio_text(ratio)} of the step is attention in forward that makes its weights "
+            "(nn.MultiheadAttention with need_weights=True, its default): need_weights=False "
+            "saves up to half of it and of its backward, the more the longer the sequences",
+        )
 
 
 def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:

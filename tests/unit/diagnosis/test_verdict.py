@@ -1221,6 +1221,23 @@ def test_ranks_that_wait_for_cores_are_late_in_turns_too(
     assert ("unless that is how they wait for cores" in uneven.title) == (said == "info")
 
 
+@pytest.mark.parametrize(("inner", "said"), [("softmax", True), ("_in_projection_packed", False)])
+def test_attention_that_makes_its_weights_is_told(root: Path, inner: str, said: bool) -> None:
+    """Without them the layer calls one operator for all, and no softmax."""
+    functions = f"{SITE}/torch/nn/functional.py"
+    attends = (SCRIPT, MAIN, MODULE, FORWARD, MODULE,
+               (functions, 6400, "multi_head_attention_forward"))  # fmt: skip
+    stacks: list[Stack] = [attends, attends, (*attends, (functions, 2100, inner)),
+                           USUAL["forward"]]  # fmt: skip
+    write_sampled(root, lambda *_: (0.2, 30.0, 30.0, 2.0),
+                  {"forward": lambda i: stacks[i % 4]}, steps=200)  # fmt: skip
+    headline = judged(root).headline
+    assert ("need_weights=False saves" in headline) == said
+    if said:
+        ratio = float(re.findall(r"(\d+) % of the step is attention", headline)[0])
+        assert ratio == pytest.approx(100 * 22.5 / 62.2, abs=3)
+
+
 def test_own_work_is_said_by_function_with_its_part_of_backward(root: Path) -> None:
     """Backward is shared by the forward that autograd records: not a frozen part, not zeroing."""
     model, no_grad = (SCRIPT, MAIN, MODULE), (f"{SITE}/torch/utils/_contextlib.py", 9, "decorate")
