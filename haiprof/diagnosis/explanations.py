@@ -759,13 +759,17 @@ def _explain_by(
 def _imbalance(question: Question) -> Finding:
     """Ranks take turns in being late."""
     unless = ", unless that is how they wait for cores" * (question.account.gain_low_ns <= 0)
+    samples = question.samples
+    waits = ledger.waits_for_peers(samples.tree)[samples.stack] & (samples.worker < 0)
+    at = code_lines(samples.take(waits), "the waiting for other ranks", 1.0)
     return Finding(
         rule="data_imbalance",
         title="uneven work: the slowest rank, a different one in each step, makes the others "
         f"wait, {question.amount}{unless}",
         remedy="give all ranks batches of equal cost: group samples by length and distribute each "
         "group over all ranks (length-bucketing sampler), cap tokens per batch in place of "
-        "samples, or pack sequences",
+        "samples, or pack sequences" + "; or let them meet there less often" * bool(at),
+        code_lines=at,
     )
 
 

@@ -1221,6 +1221,17 @@ def test_ranks_that_wait_for_cores_are_late_in_turns_too(
     assert ("unless that is how they wait for cores" in uneven.title) == (said == "info")
 
 
+def test_the_line_at_which_ranks_in_turns_wait_is_named(root: Path) -> None:
+    write_turns(root, lambda large: 3000 if large else 1000)
+    meets = (SCRIPT, job(35, "main"), (BARRIER[0], 3231, "all_reduce"))
+    for rank in range(2):
+        write_samples(root, lambda phase, step: meets if phase == "backward" and step % 4 == 0
+                      else USUAL.get(phase, (SCRIPT, MAIN)), rank=rank)  # fmt: skip
+    (uneven,) = [each for each in judged(root).findings if each.rule == "data_imbalance"]
+    assert uneven.code_lines[0].location == "train.py:35 main"
+    assert "let them meet there less often" in uneven.remedy
+
+
 @pytest.mark.parametrize(("inner", "said"), [("softmax", True), ("_in_projection_packed", False)])
 def test_attention_that_makes_its_weights_is_told(root: Path, inner: str, said: bool) -> None:
     """Without them the layer calls one operator for all, and no softmax."""
