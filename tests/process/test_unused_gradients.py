@@ -159,6 +159,22 @@ def test_gradients_that_somebody_uses_are_not_counted(job: Job) -> None:
     assert not any(root["tensor_count"] for root in counted(job))
 
 
+@pytest.mark.parametrize("kind", ["channels last", "complex", "of nothing"])
+def test_parameters_of_any_kind_are_looked_at(kind: str) -> None:
+    own = {"channels last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+           "complex": torch.ones(4, dtype=torch.complex64),
+           "of nothing": torch.ones(0)}  # fmt: skip
+    roots, optimizers, step = distill(both_to_none)
+    roots[1].register_parameter("own", nn.Parameter(own[kind]))
+
+    def with_own() -> None:
+        step()
+        roots[1].own.abs().sum().backward()  # type: ignore[operator]
+
+    _, teacher = counted((roots, optimizers, with_own))
+    assert teacher["tensor_count"] >= 2
+
+
 @pytest.mark.parametrize(
     ("graph", "passed"),
     [
