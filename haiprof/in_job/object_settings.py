@@ -291,9 +291,14 @@ def _read_gradients(parameters: Iterable[Any]) -> _Gradients:
 
 
 def _held_by(parameter: Any) -> object:
-    # Read without torch, whose operators the job's own profiler or mode would see.
-    size = parameter.numel() * parameter.element_size()
-    if parameter.device.type != "cpu" or not size or not parameter.is_contiguous():
+    # Read without torch, whose operators the job's own profiler or mode would see. FSDP frees the
+    # memory of what it has gathered, and leaves the parameter with its shape.
+    if parameter.device.type != "cpu" or str(parameter.layout) != "torch.strided":
+        return None
+    size, place = (count * parameter.element_size()
+                   for count in (parameter.numel(), parameter.storage_offset()))  # fmt: skip
+    has_memory = size > 0 and parameter.untyped_storage().nbytes() >= place + size
+    if not has_memory or not parameter.is_contiguous() or not parameter.data_ptr():
         return None
     held = (ctypes.c_char * size).from_address(parameter.data_ptr())
     return parameter._version, held[:: size // _LOOKED_AT_BYTES | 1]

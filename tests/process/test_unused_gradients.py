@@ -159,6 +159,21 @@ def test_gradients_that_somebody_uses_are_not_counted(job: Job) -> None:
     assert not any(root["tensor_count"] for root in counted(job))
 
 
+def test_a_parameter_whose_memory_was_freed_is_not_read() -> None:
+    """As FSDP does after backward: it keeps its shape, and its gradient."""
+    roots, optimizers, step = distill()
+    freed = nn.Parameter(torch.ones(1 << 20))
+    roots[1].register_parameter("own", freed)
+
+    def then_free() -> None:
+        step()
+        freed.grad = torch.ones(1 << 20)
+        freed.untyped_storage().resize_(0)
+
+    _, teacher = counted((roots, optimizers, then_free))
+    assert teacher["tensor_count"] == 2
+
+
 @pytest.mark.parametrize("kind", ["channels last", "complex", "of nothing"])
 def test_parameters_of_any_kind_are_looked_at(kind: str) -> None:
     own = {"channels last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
