@@ -18,7 +18,7 @@ from haiprof.diagnosis import explanations, run_notes, thresholds
 from haiprof.diagnosis.background_saves import SLOWED
 from haiprof.diagnosis.machine_causes import NEIGHBOURS, machine_text, stolen_notes
 from haiprof.diagnosis.named_nodes import failed_before
-from haiprof.diagnosis.own_work import own_functions, own_work
+from haiprof.diagnosis.own_work import describe_work, own_functions
 from haiprof.diagnosis.restart_advice import restart_advice
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.run_facts import KEPT_REMEDY, RULES
@@ -104,8 +104,8 @@ def judge(
         death = replace(death, remedy=f"{title}: {remedy}")
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
-    functions = [] if found is None else own_functions(found)
-    own = [] if found is None else own_work(inputs, found)
+    functions = [] if found is None else own_functions(inputs, found)
+    own = [] if found is None else describe_work(inputs, found)
     headline = _headline(inputs, findings, found, own)
     verdict = Verdict(
         run=run, name=manifest.name if manifest else analyzer.run.root.name,

@@ -758,7 +758,9 @@ def _explain_by(
 
 def _imbalance(question: Question) -> Finding:
     """Ranks take turns in being late."""
-    unless = ", unless that is how they wait for cores" * (question.account.gain_low_ns <= 0)
+    waits_for_core = max(question.inputs.core_waits.values(), default=0.0) >= question.share / 2
+    may_be_cores = question.account.gain_low_ns <= 0 and waits_for_core
+    unless = ", unless that is how they wait for cores" * may_be_cores
     samples = question.samples
     waits = ledger.waits_for_peers(samples.tree)[samples.stack] & (samples.worker < 0)
     at = code_lines(samples.take(waits), "the waiting for other ranks", 1.0)

@@ -304,7 +304,8 @@ def even_ratio(samples: CodeSamples) -> float:
     is_locked = len(made) > 0 and _wait_text(samples) == _WAIT_TEXTS["lock"]
     if not is_locked and not _is_uneven(made):
         return 0.0
-    works = _made_by_worker(samples.take(samples.wait != WAITS.index("lock")))
+    free = samples.wait != WAITS.index("lock")
+    works = _made_by_worker(replace(samples, weight_ns=np.where(free, samples.weight_ns, 0)))
     count = (made > 0).sum(axis=1)
     return float((works.sum(axis=1) / count).sum() / made.max(axis=1).sum())
 

@@ -384,18 +384,18 @@ def page_faults(inputs: RuleInputs) -> Finding | str | None:
     # And at most what the kernel works for the process; old runs have no counter of that.
     kernel = inputs.counted.of("cpu_main_system_cores").get(rank)
     most = lost[rank] if kernel is None else min(kernel / threads[rank], 1.0)
-    least, usual = (
-        min(lost[rank] * ns / FAULT_LEAST_NS, most) for ns in (FAULT_LEAST_NS, FAULT_NS)
-    )
+    usual = min(lost[rank] * FAULT_NS / FAULT_LEAST_NS, most)
+    least = lost[rank] if lost[rank] <= most else 0.0
     if most < PROBLEM_RATIO:
         return None
-    up_to = f", at most {units.ratio_text(most)}," if most > least else ""
+    parts = [f"at least {units.ratio_text(least)}"] if least else []
+    parts += [] if kernel is None else [f"at most {units.ratio_text(most)}"]
     step_ns = float(number(inputs.by_rank[rank]["step_ns"].mean()) or 0.0)
     count = again[rank] * step_ns / units.NS_PER_S
     size = units.bytes_text(round(count * PAGE_BYTES))
     return make_finding(
         f"about {float(f'{count:.2g}'):,.0f} page faults in each step: {size} are given back to "
-        f"the system and taken again, at least {units.ratio_text(least)}{up_to} of the step",
+        f"the system and taken again, {' and '.join(parts)} of the step",
         f"{_KEEP_MEMORY}; THP_MEM_ALLOC_ENABLE=1, with which PyTorch asks for transparent huge "
         "pages, saves a part of it",
         ("page faults a second", faults[rank], "count"),

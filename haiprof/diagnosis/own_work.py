@@ -42,11 +42,13 @@ _OF_LOOPS = {
 }  # fmt: skip
 
 
-def own_functions(found: RunLedger, *, outside_layers: bool = False) -> list[OwnFunction]:
+def own_functions(
+    inputs: RuleInputs, found: RunLedger, *, outside_layers: bool = False
+) -> list[OwnFunction]:
     """Functions with forward's and loss's own work, those with most of the step first."""
     # Outside of layers: without what they call by modules of libraries.
     ledger, table, tree = found.ledger, found.table, found.table.tree
-    if ledger.device_idle_ns is not None:  # the host's time says little of what a device works
+    if inputs.uses_gpu:  # the host's time says little of what a device works
         return []
     module = np.array([*(MODULE_FILE in frame.file for frame in tree.frames), False])
     calls_layer = tree.calls_libraries(module)[table.stack]
@@ -75,7 +77,7 @@ def own_functions(found: RunLedger, *, outside_layers: bool = False) -> list[Own
         rows = np.concatenate([rows for *_, rows in of])
         of_line = np.bincount(line[table.stack[rows]] + 1, table.ns[rows])
         functions.append(OwnFunction(
-            file=key[0], line=most.line or 0, function=key[1], expression=most.code,
+            file=key[0], line=most.line or 0, function=key[1], expression=most.expression or "",
             line_count=1 if of_line.max(initial=0.0) >= _ONE_LINE * of_line.sum()
             else int(np.count_nonzero(of_line)),
             position=most.position, ns_per_step=ns, backward_ns=by_share + traced[key],
@@ -89,11 +91,12 @@ def _part(table: TimeTable, rows: Ints, of: Bools) -> float:
     return float(table.ns[rows[of]].sum()) / max(float(table.ns[rows].sum()), 1.0)
 
 
-def own_work(inputs: RuleInputs, found: RunLedger) -> list[tuple[float, str]]:
+def describe_work(inputs: RuleInputs, found: RunLedger) -> list[tuple[float, str]]:
     """Of the model's own work what may be the job's doing, and has no price: share, and words."""
     every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found.ledger)]
-    every += [*_many_passes(inputs, found.ledger), *_attention_weights(found)]
-    every += [] if found.recurrences else _own_function(found)
+    every += _many_passes(inputs, found.ledger)
+    every += [] if inputs.uses_gpu else _attention_weights(found)
+    every += [] if found.recurrences else _own_function(inputs, found)
     return [each for each in every if each[0] >= PROBLEM_RATIO]
 
 
@@ -131,9 +134,9 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     yield ratio, f"{text}: {do} saves {much}"
 
 
-def _own_function(found: RunLedger) -> Iterator[tuple[float, str]]:
+def _own_function(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[float, str]]:
     """The function that takes most of forward and loss outside of layers."""
-    functions = own_functions(found, outside_layers=True)
+    functions = own_functions(inputs, found, outside_layers=True)
     most = max(functions, key=lambda each: each.ns_per_step, default=None)
     ratio = most.ns_per_step / found.ledger.mean_ns if most is not None else 0.0
     if most is not None and ratio >= CRITICAL_RATIO:

@@ -304,7 +304,8 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     is_near = is_sure and left_ns < min(_ENDS_NS, _CARRIED_ON * seen_ns)
     (what, remedy), keeps, setting = _GROWN[metric], "", ""
     profiler = settings_facts.profiler_left_on(inputs)
-    if isinstance(profiler, Finding) and metric == _HOST:
+    is_on = isinstance(profiler, Finding) and profiler.rank in (None, rank)
+    if isinstance(profiler, Finding) and is_on and metric == _HOST:
         keeps = ": the job's own profiler keeps what it records until it stops"
         remedy, setting = profiler.remedy, profiler.setting
     return make_finding(

@@ -17,7 +17,13 @@ from haiprof.diagnosis import job_time, opportunities, thresholds
 from haiprof.diagnosis.background_saves import SLOWED, Saves, SlowedSteps, find_saves, split_saves
 from haiprof.diagnosis.job_time import BESIDE, DeviceUse, JobTime, Singles, Stragglers
 from haiprof.diagnosis.loader_causes import even_ratio, restarts_workers
-from haiprof.diagnosis.machine_causes import find_larger_inputs, shared_cores, used_by_others
+from haiprof.diagnosis.machine_causes import (
+    NEIGHBOURS,
+    find_larger_inputs,
+    shared_cores,
+    starvation,
+    used_by_others,
+)
 from haiprof.diagnosis.opportunities import CodePlace, Opportunity, opportunity
 from haiprof.diagnosis.rule_inputs import RuleInputs, gather_inputs
 from haiprof.diagnosis.small_operators import Recurrence, find_loops, give_lines, has_gradients
@@ -149,9 +155,8 @@ def run_ledger(
     # A metric that records gradients may be the loss itself.
     metric = table.tree.within(opportunities.METRIC_FILE)[table.stack]
     found = [
-        replace(each, unsure_ns=time.mean_of(table, each.rows))
-        if metric[each.rows].any() and has_gradients(table, each.rows) else each
-        for each in found
+        replace(each, unsure_ns=time.mean_of(table, rows)) if has_gradients(table, rows) else each
+        for each in found for rows in [each.rows[metric[each.rows]]]
     ]  # fmt: skip
     asked = _asked_collections(inputs)
     if asked is not None:
@@ -165,7 +170,11 @@ def run_ledger(
     waits = not restarts and ledger.workers_hand_over(samples, time.slowest)
     found = opportunities.join_received(table, found, time=time, waits=waits)
     share = _workers_share(inputs, time.slowest)
-    table, found = opportunities.join_worker_cores(table, found, share)
+    table, found = opportunities.join_worker_cores(table, found, share if share > 0.5 else 0.0)
+    starved = starvation(inputs)
+    if starved is not None and starved.rule == NEIGHBOURS:  # the workers take cores, too
+        found = [replace(each, unsure_ns=share * time.mean_of(table, each.rows))
+                 if each.activity == NO_CORE else each for each in found]  # fmt: skip
     table = _keep_needed_waits(table, found, samples, inputs, time)
     found += loops.found
     slowed = None
@@ -202,10 +211,12 @@ def run_ledger(
 
 
 def _workers_share(inputs: RuleInputs, rank: int) -> float:
-    """Of the CPU that was used beside a rank's own, what its workers used; 0 if not most of it."""
-    own = inputs.worker_cores(rank) if inputs.loader_workers.get(rank) else None
-    others = used_by_others(inputs, inputs.hosts.get(rank))
-    return own / (own + others) if own and others is not None and own > others else 0.0
+    """Of the CPU that was used on a rank's node beside the ranks' own, what their workers used."""
+    host = inputs.hosts.get(rank)
+    loads = (r for r in inputs.world if inputs.loader_workers.get(r))
+    own = sum(inputs.worker_cores(r) or 0.0 for r in loads if inputs.hosts.get(r) == host)
+    others = used_by_others(inputs, host)
+    return own / (own + others) if own and others is not None else 0.0
 
 
 def _judged_numbers(inputs: RuleInputs, rank: int) -> Ints:
@@ -456,7 +467,7 @@ def _split_setting(
     unsure_ns += setting.unsure_ratio * time.mean_of(table, taken)
     own = replace(opportunity(table, taken, None), key=setting.rule, unsure_ns=unsure_ns)
     # Also where it is mostly waiting for ranks: each of them is late at times, and all gain.
-    return table, [*found, replace(own, activity=LINK_WAIT) if setting.exchange_ratio else own]
+    return table, [*found, replace(own, activity=LINK_WAIT) if own.activity == PEER_WAIT else own]
 
 
 def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:

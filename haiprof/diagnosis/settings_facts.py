@@ -536,7 +536,8 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
     share = total(own) / max(total(calls), 1)
     lost = None if inputs.uses_gpu else share * touched_ratio(inputs, ("backward",)) or None
     passes = any(x.passed_count for x in unused)
-    exchanged = inputs.settings[rank].gradient_bytes or 0  # between ranks, theirs included
+    trained = max((model.trainable_count or 0 for model in inputs.settings[rank].models), default=0)
+    exchanged = trained if len(inputs.world) > 1 else 0  # numbers of gradients, theirs included
     names = ", ".join(dict.fromkeys(visible(x.name or "a module") for x in unused))
     return make_finding(
         f"gradients that no optimizer uses: {tensors:.0f} parameter{'s' * (tensors > 1)} of "
@@ -549,7 +550,7 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
         ("parameters", tensors, "count"), ("numbers in them", numbers, "count"),
         *([("their modules, of forward", share, "ratio")] if share else []), confidence=0.9,
         phases=("backward",), lost_ratio=lost, unsure_ratio=1 - _LIKE_FORWARD,
-        exchange_ratio=min(4 * numbers / exchanged, 1.0) if exchanged else 0.0,
+        exchange_ratio=min(numbers / exchanged, 1.0) if exchanged else 0.0,
         code_lines=_called_in(inputs.load_samples(rank), own, lost) if lost else (),
         missing=("which part of backward is theirs",) if lost is None and not inputs.uses_gpu
         else (),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from haiprof.base.code_places import place_text
 from haiprof.base.errors import HaiprofError
-from haiprof.base.ledger import Ledger, ledger_document
+from haiprof.base.ledger import Ledger, expression_text, ledger_document
 from haiprof.base.safe_files import make_folder
 from haiprof.base.units import ratio_text, shorten
 from haiprof.diagnosis.restart_advice import Advice
@@ -142,9 +142,9 @@ class OwnFunction:
 
     @property
     def code_place(self) -> str:
-        """`net.py:6 Net.forward mostly x[:, index]`."""
-        code = f" {shorten(self.expression, CODE_CHARS)}" if self.expression else ""
-        return place_text(self.file, self.line, self.function) + code
+        """`net.py:6 Net.forward x[:, index]`."""
+        code = shorten(expression_text(self.expression), CODE_CHARS)
+        return f"{place_text(self.file, self.line, self.function)} {code}".strip()
 
     def describe(self) -> str:
         """`41 % of the step, its part of backward included: net.py:6 Net.forward`."""

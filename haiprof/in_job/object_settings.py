@@ -253,8 +253,8 @@ class UnusedGradients:
         try:
             every = [(tag, *_modules_and_parameters(module)) for tag, module in self._roots()]
             used = {id(p) for o in self._optimizers() for g in o.param_groups for p in g["params"]}
-            self._seen = _read_gradients(p for _, _, own in every for p in own)
-            piled = _only_added_to(self._seen, before, used, max(step - self._step, 1))
+            self._seen = _read_gradients((p for _, _, own in every for p in own), used)
+            piled = _made_in_vain(self._seen, before, used, max(step - self._step, 1))
             if before:
                 self._lines.append({
                     "type": UNUSED, "time_ns": began_ns, "step": step, "cost_ns": _now() - began_ns,
@@ -275,50 +275,53 @@ _GRADIENT_PAUSES_NS = (0, _OFTEN_NS, _SELDOM_NS, 10 * _SELDOM_NS)
 _GRADIENT_STEPS = 10
 _LOOKED_AT_BYTES = 256  # Of each parameter, at equal distances
 _WALKS = 4  # backward passes that are looked at for one that makes such gradients
-_Gradients = dict[int, tuple[int, int, object]]
-"""By the id of a parameter that trains: the address and the version of its gradient, and what the
-parameter holds; None of one on a GPU, which would have to be waited for."""
+_Held = tuple[int, bytes] | None
+_Gradients = dict[int, tuple[int, int, _Held, _Held]]
+"""By the id of a parameter that trains: the address and the version of its gradient, and what it
+and its gradient hold; None of those on a GPU, which would have to be waited for."""
 
 
-def _read_gradients(parameters: Iterable[Any]) -> _Gradients:
+def _read_gradients(parameters: Iterable[Any], used: set[int]) -> _Gradients:
     found: _Gradients = {}
     for parameter in parameters:
         if _is_plain(type(parameter)) and parameter.requires_grad and parameter.is_leaf:
             gradient = parameter.grad
             if gradient is not None:
-                found[id(parameter)] = (gradient._cdata, gradient._version, _held_by(parameter))
+                held = [None if id(parameter) in used else _held_by(each)
+                        for each in (parameter, gradient)]  # fmt: skip
+                found[id(parameter)] = (gradient._cdata, gradient._version, held[0], held[1])
     return found
 
 
-def _held_by(parameter: Any) -> object:
+def _held_by(tensor: Any) -> _Held:
     # Read without torch, whose operators the job's own profiler or mode would see. FSDP frees the
-    # memory of what it has gathered, and leaves the parameter with its shape.
-    if parameter.device.type != "cpu" or str(parameter.layout) != "torch.strided":
+    # memory of what it has gathered, and leaves the tensor with its shape.
+    kind = type(tensor)
+    if not _is_plain(kind) or kind.__name__ == "DTensor" or tensor.device.type != "cpu":
         return None
-    size, place = (count * parameter.element_size()
-                   for count in (parameter.numel(), parameter.storage_offset()))  # fmt: skip
-    has_memory = size > 0 and parameter.untyped_storage().nbytes() >= place + size
-    if not has_memory or not parameter.is_contiguous() or not parameter.data_ptr():
+    if str(tensor.layout) != "torch.strided":
         return None
-    held = (ctypes.c_char * size).from_address(parameter.data_ptr())
-    return parameter._version, held[:: size // _LOOKED_AT_BYTES | 1]
+    size, place = (count * tensor.element_size()
+                   for count in (tensor.numel(), tensor.storage_offset()))  # fmt: skip
+    has_memory = size > 0 and tensor.untyped_storage().nbytes() >= place + size
+    if not has_memory or not tensor.is_contiguous() or not tensor.data_ptr():
+        return None
+    held = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    return tensor._version, held[:: size // _LOOKED_AT_BYTES | 1]
 
 
-def _only_added_to(now: _Gradients, before: _Gradients, used: set[int], steps: int) -> set[int]:
-    """Parameters that no optimizer has whose gradients were kept, and added to alone.
-
-    Also those whose gradients were cleared, but which nothing has changed.
-    """
+def _made_in_vain(now: _Gradients, before: _Gradients, used: set[int], steps: int) -> set[int]:
+    """Parameters that nothing has changed, with gradients that were made since and nothing used."""
     # A gradient that is cleared by zeros is written to once more per step than one that is not;
     # what else writes to gradients (clipping, several passes) writes to those of optimizers, too.
     both = now.keys() & before.keys()
-    alike = {key for key in both - used if now[key][2] == before[key][2]}
-    same = {key for key in alike if now[key][2] is not None}
+    same = {key for key in both - used if now[key][2] == before[key][2]}
+    made = {key for key in same if now[key][2] and now[key][3] != before[key][3]}
     kept = {key for key in both if before[key][0] == now[key][0]}
     writes = {key: (now[key][1] - before[key][1]) / steps for key in kept}
     own = [writes[key] - 1 if key in kept else now[key][1] + 1 for key in now.keys() & used]
     usual = sorted(own)[len(own) // 2] if own else 0
-    return {key for key in kept - used if 0 < writes[key] <= usual} | same
+    return {key for key in kept & same if 0 < writes[key] <= usual} | made
 
 
 def _passed_through(outputs: Iterable[Any], unused: set[int]) -> set[int] | None:

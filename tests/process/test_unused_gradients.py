@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 from collections.abc import Callable
@@ -77,6 +78,13 @@ def by_hand(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optim
             parameter.grad.zero_()
 
 
+def by_hand_kept(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    for parameter in teacher.parameters():
+        if parameter.grad is not None:
+            parameter.data -= 0.01 * parameter.grad
+
+
 def by_hand_to_none(
     student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
@@ -88,6 +96,22 @@ def by_hand_to_none(
 
 def clips(student: nn.Module, teacher: nn.Module) -> None:
     nn.utils.clip_grad_norm_([*student.parameters(), *teacher.parameters()], 1.0)
+
+
+def asked_at_first() -> Job:
+    """The teacher's gradients are of the first steps, and nobody cleared them."""
+    roots, optimizers, step = distill()
+    student, teacher = roots
+    steps = itertools.count()
+
+    def then_alone() -> None:
+        if next(steps) < 2:
+            return step()
+        optimizers[0].zero_grad()
+        student(torch.ones(2, 4)).square().mean().backward()
+        return optimizers[0].step()
+
+    return [student, teacher], optimizers, then_alone
 
 
 def frozen() -> Job:
@@ -151,7 +175,8 @@ def test_gradients_of_what_nothing_changes_are_counted(job: Job) -> None:
 @pytest.mark.parametrize(
     "job",
     [
-        distill(by_hand), distill(by_hand_to_none), frozen(), taking_turns(),
+        distill(by_hand), distill(by_hand_to_none), distill(by_hand_kept), frozen(),
+        taking_turns(), asked_at_first(),
         distill(by_hand, after=clips),
     ],
 )  # fmt: skip

@@ -386,6 +386,9 @@ def test_gradients_that_no_optimizer_uses_gain_what_is_known_of_their_backward(
     assert "32 parameters of GPT in no param group" in found.title
     assert advice in found.remedy
     assert ("no torch.no_grad()" in found.remedy) is (left.get("passed_count") == 32)
+    assert "wait: link" not in {each.activity for each in ledger_of(judged(root)).accounts}, (
+        "one rank"
+    )
     if gain_ms is None:
         assert (found.gain, found.severity, len(found.missing)) == (None, "info", 1)
     else:

@@ -1208,6 +1208,19 @@ def test_one_line_of_the_model_that_takes_most_of_the_step_is_the_headline(
     assert headline.startswith("nothing stands out") != said
 
 
+@pytest.mark.parametrize(("workers", "sure"), [(0.0, 0.1), (0.3, 0.05)])
+def test_what_the_loaders_workers_may_take_of_the_cores_is_not_surely_a_neighbours(
+    root: Path, workers: float, sure: float
+) -> None:
+    """Others use 0.3 of two cores."""
+    write_cores(root, [Cores(main=0.8, wait=0.1, workers=workers)], others=0.3)
+    note(root, 0, type="dataloader", workers=1)
+    (found,) = [each for each in judged(root).findings if each.title.startswith("other processes")]
+    assert found.gain is not None
+    assert 1 - found.gain.left_ns / found.gain.step_ns == pytest.approx(0.1, abs=0.02)
+    assert 1 - found.gain.high_ns / found.gain.step_ns == pytest.approx(sure, abs=0.02)
+
+
 @pytest.mark.parametrize(("wait", "said"), [(0.02, "warning"), (0.3, "info")])
 def test_ranks_that_wait_for_cores_are_late_in_turns_too(
     root: Path, wait: float, said: str
