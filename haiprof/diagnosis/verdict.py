@@ -240,8 +240,9 @@ FIELDS = {
     "reach and `do`, `gaps` (the longest idle times), `explanations` (of each account: "
     "what to do), `late`; null where no GPU was traced",
     "own_work": "functions of the job that do most of the model's own work, as facts: `file`, "
-    "`line`, `function`, `expression`, `ns_per_step` in forward and loss, `backward_ns` (by its "
-    "share of forward where `is_estimate`), `ratio` of the step; empty where a device does it",
+    "`line`, `function`, `expression`, `line_count` of its lines that were seen, `position`, "
+    "`ns_per_step` in forward and loss, `backward_ns` (by its share of forward where "
+    "`is_estimate`), `ratio` of the step; empty where a device does it",
     "run_time": "the run's wall time in ns by account, as in `haiprof goodput`; they add up to it; "
     "empty without an end",
     "problem_count": "findings that are problems: warnings and critical ones",
