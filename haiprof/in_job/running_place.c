@@ -16,9 +16,9 @@
  * but what the stack has, too, that the main thread finds with the lock.
  *
  * Where CPython keeps all this differs by version. It is found by values that are known otherwise,
- * on the main thread with the lock: two frames of different functions tell which words of a frame
- * are its code, its caller, its globals and its instruction. The first samples compare the innermost
- * frame with the one that the interpreter names. Where anything is not found exactly once (CPython
+ * with the lock, on the sampling thread, which always has frames of several functions: two of them
+ * tell which words of a frame are its code, its caller, its globals and its instruction. The first
+ * samples compare the main thread's innermost frame with the one that the interpreter names. Where anything is not found exactly once (CPython
  * 3.10 and builds without the lock keep it otherwise), or is wrong then, no place is read.
  */
 #define _GNU_SOURCE
@@ -35,8 +35,7 @@ enum {
     PAGE_BYTES = 4096,
     THREAD_WORDS = 64,
     MOST_PAIRS = 64,
-    MOST_TRIES = 200,
-    FEW_TRIES = 50,    /* of these, so many are asked for */
+    MOST_TRIES = 10,
     MOST_CHECKS = 1000,
     MOST_READS = 3,    /* further callers are known where they were read with these */
     MOST_BEGIN = 1024, /* of the instructions in a code object, in bytes */
@@ -53,7 +52,7 @@ static struct {
     Word begin; /* of the instructions in a code object, in bytes */
 } layout;
 static atomic_int is_found;
-static Word found_by; /* the frame that was the innermost then */
+static Word checked; /* the frame that was compared last */
 static int tries, checks;
 static pid_t process;
 static PyThreadState *main_state;
@@ -170,7 +169,8 @@ find_thread_word(PyThreadState *thread, Word innermost)
             count++;
         } else if (read_words(words[at], record, 2)) {
             for (int place = 0; place < 2; place++) {
-                if (record[place] == innermost) {
+                /* Else it is a frame past the end of the stack, which the innermost had called. */
+                if (record[place] == innermost && place != layout.caller) {
                     layout.thread = at;
                     layout.record = place;
                     count++;
@@ -207,7 +207,6 @@ find_layout(PyThreadState *thread)
         frame = haiprof_step_out(frame);
     }
     Py_XDECREF(frame);
-    found_by = innermost;
     return found && find_thread_word(thread, innermost);
 }
 
@@ -219,31 +218,34 @@ haiprof_forget_places(void)
     process = getpid();
 }
 
-int
-haiprof_lacks_places(void)
+void
+haiprof_find_places(void)
 {
-    return !atomic_load(&is_found) && tries < FEW_TRIES;
+    if (!atomic_load(&is_found) && tries < MOST_TRIES) {
+        tries++;
+        int collects = PyGC_Disable(); /* CPython 3.11 may collect as it makes a frame object */
+        atomic_store(&is_found, find_layout(PyThreadState_Get()));
+        if (collects) {
+            PyGC_Enable();
+        }
+    }
 }
 
 int
 haiprof_knows_places(PyThreadState *thread)
 {
     main_state = thread;
-    if (atomic_load(&is_found) ? checks >= MOST_CHECKS : tries >= MOST_TRIES) {
+    if (!atomic_load(&is_found) || checks >= MOST_CHECKS) {
         return atomic_load(&is_found);
     }
-    int collects = PyGC_Disable(); /* CPython 3.11 may collect as it makes a frame object */
-    if (!atomic_load(&is_found)) {
-        tries++;
-        atomic_store(&is_found, find_layout(thread));
-    } else {
-        Word address = address_of_innermost(thread);
-        if (address == 0 || read_innermost(thread) != address) {
-            atomic_store(&is_found, 0);
-            tries = MOST_TRIES;
-        }
-        checks += address != found_by ? 10 : 1; /* the same frame tells less */
+    int collects = PyGC_Disable();
+    Word address = address_of_innermost(thread);
+    if (address == 0 || read_innermost(thread) != address) {
+        tries = MOST_TRIES;
+        atomic_store(&is_found, 0);
     }
+    checks += address != checked ? 10 : 1; /* the same frame tells less */
+    checked = address;
     if (collects) {
         PyGC_Enable();
     }

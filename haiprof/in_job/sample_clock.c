@@ -183,18 +183,6 @@ prepare_on_main(void *unused)
     return 0;
 }
 
-static atomic_int looks_again; /* until the main thread has looked */
-
-/* On the main thread: what was not found by the frames that there were, by those that there are. */
-static int
-look_again(void *unused)
-{
-    (void)unused;
-    haiprof_knows_places(main_thread);
-    atomic_store(&looks_again, 0);
-    return 0;
-}
-
 /* Arguments: the switch interval in us, whether a pending call has to be made seen. */
 static PyObject *
 prepare(PyObject *module, PyObject *arguments)
@@ -211,7 +199,6 @@ prepare(PyObject *module, PyObject *arguments)
     haiprof_forget_places();
     atomic_store(&is_prepared, 0);
     atomic_store(&queued, 0);
-    atomic_store(&looks_again, 0);
     atomic_store(&stopped, 0);
     Py_AddPendingCall(prepare_on_main, NULL);
     Py_RETURN_NONE;
@@ -513,6 +500,9 @@ sample(PyObject *module, PyObject *arguments)
     }
     int goes_on = 1, is_known;
     long count = 0;
+    if (is_first) {
+        haiprof_find_places();
+    }
     PyThreadState *own = PyEval_SaveThread();
     while (goes_on) {
         if (due_ns == 0) {
@@ -562,9 +552,6 @@ sample(PyObject *module, PyObject *arguments)
         }
         if (!atomic_load(&stopped)) {
             haiprof_take_sample(is_known ? main_thread : NULL, ident, &moment, NULL, 0);
-        }
-        if (is_known && haiprof_lacks_places() && !atomic_exchange(&looks_again, 1)) {
-            Py_AddPendingCall(look_again, NULL);
         }
         /* Who computes meanwhile, as in an operator, did not wait for the lock. */
         long long took = read_clock(CLOCK_MONOTONIC) - began;

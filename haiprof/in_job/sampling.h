@@ -48,8 +48,8 @@ haiprof_address_of(PyFrameObject *frame)
 int haiprof_knows_places(PyThreadState *thread);
 void haiprof_forget_places(void);
 
-/* Whether it is worth another look to find them. */
-int haiprof_lacks_places(void);
+/* Looks where this thread's frames are kept, unless that is known; with the lock, not on the main one. */
+void haiprof_find_places(void);
 
 /* Whether memory is the interpreter's static one. */
 int haiprof_is_in_runtime(const void *address);

@@ -25,7 +25,7 @@ TWO_RANKS = ("python", str(REPOSITORY / "tests/process/ranks.py"), "2")
 """In front of a script: without torchrun, where nobody looks at what starts the ranks."""
 TIMEOUT_S = 240
 _TRAINING = """
-import os, sys, time, torch
+import os, sys, time, torch; torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=.1)
 {before}
