@@ -531,7 +531,7 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
         for counts in ((x.tensor_count for x in unused), (x.number_count for x in unused))
     )
     alone = [x.root or 0 for x in unused if x.stepped_count == x.passed_count == 0 and x.complete]
-    root, calls = inputs.analyzer.forward_calls(rank)
+    root, calls = inputs.analyzer.phase_spans(rank, "forward")
     own = Intervals(*(edges[np.isin(root, alone)] for edges in calls))
     share = total(own) / max(total(calls), 1)
     lost = None if inputs.uses_gpu else share * touched_ratio(inputs, ("backward",)) or None
@@ -554,6 +554,64 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
         code_lines=_called_in(inputs.load_samples(rank), own, lost) if lost else (),
         missing=("which part of backward is theirs",) if lost is None and not inputs.uses_gpu
         else (),
+    )  # fmt: skip
+
+
+WEIGHTS_OF_BACKWARD = (0.36, 0.43, 0.51)
+"""Of a layer's backward, what gradients of its weights take: least, usual, most of six models of
+convolutions, linear layers and attention (settings_price.md); those of an LSTM take nothing."""
+
+
+@_setting()
+def discarded_gradients(inputs: RuleInputs) -> Finding | None:
+    """Gradients are computed that are cleared before their optimizer's step."""
+    # A generator's loss goes back through a discriminator, whose weights get gradients that its
+    # own step does not want. What these take is known by the discriminator's share of forward.
+    rank, thrown = max(
+        ((rank, [x for x in each.discarded_gradients if x.tensor_count])
+         for rank, each in inputs.settings.items()),
+        key=lambda own: (sum(x.number_count or 0 for x in own[1]), -own[0]),
+    )  # fmt: skip
+    if not thrown:
+        return None
+    (root, calls), (_, passes), (tag, steps) = (
+        inputs.analyzer.phase_spans(rank, name) for name in ("forward", "backward", "optimizer")
+    )
+    next_is_other = np.append(np.isin(tag, thrown[0].by), [False])
+    in_turn, own = (
+        next_is_other[np.searchsorted(steps.starts, each.starts)] for each in (calls, passes)
+    )
+    call_ns, pass_ns = (each.ends - each.starts for each in (calls, passes))
+    is_theirs = np.isin(root, [x.root or 0 for x in thrown])
+    is_asked = is_theirs & in_turn
+    asked, others = (float(call_ns[of].sum()) for of in (is_asked, ~is_theirs))
+    of_forward = asked / max(asked + others, 1.0)
+    of_backward = float(pass_ns[own].sum()) / max(float(pass_ns.sum()), 1.0)
+    least, usual, _ = WEIGHTS_OF_BACKWARD
+    ratio = 0.0 if inputs.uses_gpu else usual * of_forward * of_backward
+    tensors, numbers = (
+        float(sum(n or 0 for n in counts))
+        for counts in ((x.tensor_count for x in thrown), (x.number_count for x in thrown))
+    )
+    models = inputs.settings[rank].models if len(inputs.world) > 1 else ()
+    exchanged = sum(model.trainable_count or 0 for model in models)
+    names = ", ".join(dict.fromkeys(visible(x.name or "a module") for x in thrown))
+    return make_finding(
+        f"gradients of {names} are made in another optimizer's backward pass and cleared before "
+        "its own step",
+        "requires_grad_(False) for its parameters while that pass is made, and True after it; or "
+        "loss.backward(inputs=list(generator.parameters())), with the parameters that it is for",
+        ("parameters", tensors, "count"), ("numbers in them", numbers, "count"),
+        ("their modules, of the forward of these passes", of_forward, "ratio"),
+        (f"of a layer's backward, its weights' ({MEASURED})", usual, "ratio"),
+        confidence=0.8, phases=("backward",), unsure_ratio=1 - least / usual,
+        work_ratio=ratio,
+        code_lines=_called_in(
+            inputs.load_samples(rank), Intervals(*(edges[is_asked] for edges in calls)),
+            ratio * touched_ratio(inputs, ("backward",)),
+        ) if ratio else (),
+        exchange_ratio=numbers / (exchanged + numbers) if exchanged else 0.0,
+        missing=("which part of backward is theirs",) if not ratio and not inputs.uses_gpu else (),
     )  # fmt: skip
 
 

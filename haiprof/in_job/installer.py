@@ -77,7 +77,7 @@ class Installer:
         self._sizes = InputSizes(recorder.lines)
         self._hooks = CallHooks()
         self._gradients = UnusedGradients(
-            self._numbered_roots, self.optimizers.living, recorder.lines
+            self.roots.numbered, self.optimizers.numbered, recorder.lines
         )
         self._settings = Settings(
             self.roots.living, self.optimizers.living, pauses=self._pauses,
@@ -168,11 +168,8 @@ class Installer:
         self._sizes.look(self.state.steps_so_far(), tag, args, kwargs)
 
     def _look_at_gradients(self) -> None:
-        self._gradients.look(self.state.steps_so_far())
-
-    def _numbered_roots(self) -> list[tuple[int, Any]]:
-        living, entries = self.roots.living(), self.roots.entries
-        return [(entries[id(root)][0][0] >> TAG_BITS, root) for root in living]
+        if self._gradients.look(self.state.steps_so_far()):
+            self.state.after_step, self.state.slow = self._look_at_gradients, True
 
     def _forward(self) -> None:
         from torch.nn import Module

@@ -10,13 +10,14 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any
 
 from haiprof.in_job.frames import OWN_FOLDER
 from haiprof.in_job.recorder import Recorder
-from haiprof.run_format.schema import TAG_MASK
-from haiprof.run_format.setting_lines import UNUSED
+from haiprof.run_format.schema import TAG_BITS, TAG_MASK
+from haiprof.run_format.setting_lines import DISCARDED, UNUSED
 
 MANY = TAG_MASK  # the tag of all objects that came after the numbers ran out
 PART_LIMIT = 1500  # parameters and modules that are looked at: more would hold Python for ms
@@ -198,19 +199,24 @@ class InputSizes:
                     return
 
 
+_Numbered = Callable[[], list[tuple[int, Any]]]  # living objects, with their tags
+
+
 class UnusedGradients:
-    """Lines `unused_gradients`: parameters that no optimizer has and nothing changes.
+    """Lines `unused_gradients`, and `discarded_gradients`.
+
+    The first: parameters that no optimizer has and nothing changes.
 
     On a GPU, whose memory is not read: whoever uses a gradient clears it before the next one, be
     that a fused optimizer, one that keeps its own copies, or the job by hand. One that is still the
     same tensor seconds later, and was written to no more often than those that an optimizer uses,
-    was only added to.
+    was only added to. The second: gradients that passes for another optimizer make, and which their
+    own never uses.
     """
 
     def __init__(
-        self, roots: Callable[[], Iterable[tuple[int, Any]]], optimizers: Callable[[], list[Any]],
-        lines: list[dict[str, Any]],
-    ) -> None:  # fmt: skip
+        self, roots: _Numbered, optimizers: _Numbered, lines: list[dict[str, Any]]
+    ) -> None:
         self._roots = roots
         self._optimizers = optimizers
         self._lines = lines
@@ -224,6 +230,7 @@ class UnusedGradients:
         self._unused: set[int] = set()
         self._passed: set[int] | None = None
         self._walks = _WALKS
+        self._ends: list[_StepEnd] | None = []  # None: it is known
 
     @property
     def wants_graph(self) -> bool:
@@ -243,31 +250,99 @@ class UnusedGradients:
         is_later = step > max(self._step, _GRADIENT_STEPS)
         return bool(self._pauses) and is_later and _now() - self._looked_ns >= self._pauses[0]
 
-    def look(self, step: int) -> None:
-        """An optimizer's step is over; nothing is looked at after an error, or in vain."""
+    def look(self, step: int) -> bool:
+        """An optimizer's step is over; says whether the end of the next one is to be looked at."""
         # Here, on the training thread: backward writes gradients without the interpreter lock.
-        began_ns, before, modes = _now(), self._seen, sys.modules.get("torch._C")
+        modes = sys.modules.get("torch._C")
         if getattr(modes, "_len_torch_function_stack", int)():
-            return  # the job follows calls of torch, which reading a gradient is
-        self._pauses.pop(0)
+            return False  # the job follows calls of torch, which reading a gradient is
         try:
-            every = [(tag, *_modules_and_parameters(module)) for tag, module in self._roots()]
-            used = {id(p) for o in self._optimizers() for g in o.param_groups for p in g["params"]}
-            self._seen = _read_gradients((p for _, _, own in every for p in own), used)
-            piled = _made_in_vain(self._seen, before, used, max(step - self._step, 1))
-            if before:
-                self._lines.append({
-                    "type": UNUSED, "time_ns": began_ns, "step": step, "cost_ns": _now() - began_ns,
-                    "roots": [_unused_in(root, piled, used, self._passed) for root in every],
-                })  # fmt: skip
-            self._unused = self._seen.keys() - used
-            if not self._unused:
-                self._pauses.clear()
+            if self.is_due(step):
+                self._look(step)
+            return self._follow(step)
         except Exception as error:
             self._pauses.clear()
-            line = {"type": "settings_failed", "time_ns": began_ns}
+            line = {"type": "settings_failed", "time_ns": _now()}
             self._lines.append({**line, "reason": f"{type(error).__name__}: {error}"})
+            return False
+
+    def _look(self, step: int) -> None:
+        began_ns, before = _now(), self._seen
+        self._pauses.pop(0)
+        every = [(tag, *_modules_and_parameters(module)) for tag, module in self._roots()]
+        used = set(self._owners())
+        self._seen = _read_gradients((p for _, _, own in every for p in own), used)
+        piled = _made_in_vain(self._seen, before, used, max(step - self._step, 1))
+        if before:
+            self._lines.append({
+                "type": UNUSED, "time_ns": began_ns, "step": step, "cost_ns": _now() - began_ns,
+                "roots": [_unused_in(root, piled, used, self._passed) for root in every],
+            })  # fmt: skip
+        self._unused = self._seen.keys() - used
+        if not self._unused:
+            self._pauses.clear()
         self._looked_ns, self._step = _now(), step
+
+    def _owners(self) -> dict[int, tuple[int, Any]]:
+        """Parameters that optimizers have, with the optimizer's tag, by their ids."""
+        return {id(p): (tag, p) for tag, optimizer in self._optimizers()
+                for group in optimizer.param_groups for p in group["params"]}  # fmt: skip
+
+    def _follow(self, step: int) -> bool:
+        """Reads the ends of some steps in a row, where several optimizers take turns."""
+        owners = self._owners() if self._ends is not None else {}
+        if self._ends is None or len({tag for tag, _ in owners.values()}) < 2:
+            return False
+        began_ns = _now()
+        self._ends.append({key: end for key, (_, p) in owners.items()
+                           if (end := _end_of_step(p)) is not None})  # fmt: skip
+        if len(self._ends) < _ENDS:
+            return True
+        discarded, by = _discarded(self._ends)
+        self._ends = None
+        if discarded:
+            every = [(tag, _modules_and_parameters(module)[1]) for tag, module in self._roots()]
+            parts = [(tag, [p for p in own if id(p) in discarded]) for tag, own in every]
+            tags = {owners[key][0] for key in by if key in owners}
+            self._lines.append({
+                "type": DISCARDED, "time_ns": began_ns, "step": step, "cost_ns": _now() - began_ns,
+                "roots": [{"root": tag, "tensor_count": len(part), "by": sorted(tags),
+                           "number_count": sum(p.numel() for p in part)} for tag, part in parts],
+            })  # fmt: skip
+        return False
+
+
+_ENDS = 8  # of steps that are followed: five of a critic, one of a generator, and two more
+_StepEnd = dict[int, tuple[int, int, int]]
+"""By a parameter's id: its version; address and version of its gradient, 0 and -1 for none."""
+
+
+def _end_of_step(parameter: Any) -> tuple[int, int, int] | None:
+    gradient = parameter.grad if _is_plain(type(parameter)) and parameter.is_leaf else None
+    if gradient is None:
+        return None if not _is_plain(type(parameter)) else (parameter._version, 0, -1)
+    # To such a one the next is not added in place: a new tensor says nothing.
+    adds_in_place = not gradient.requires_grad and str(gradient.layout) == "torch.strided"
+    return (parameter._version, gradient._cdata, gradient._version) if adds_in_place else None
+
+
+def _discarded(ends: list[_StepEnd]) -> tuple[set[int], set[int]]:
+    """Parameters whose gradient was made for a step of others and then cleared, and the others."""
+    found, by = set[int](), set[int]()
+    for key in set(ends[0]).intersection(*ends[1:]):
+        left: tuple[int, int, set[int]] | None = None  # made, and not used so far
+        for before, after in pairwise(ends):
+            _, address, writes = after[key]
+            if after[key][0] != before[key][0]:  # its own optimizer's step
+                if left is not None and (address != left[0] or writes < left[1]):
+                    found.add(key)
+                    by |= left[2]
+                left = None
+            elif address and after[key] != before[key]:
+                others = {other for other in after if other in before
+                          and after[other][0] != before[other][0]}  # fmt: skip
+                left = address, writes, others
+    return found, by
 
 
 _GRADIENT_PAUSES_NS = (0, _OFTEN_NS, _SELDOM_NS, 10 * _SELDOM_NS)
@@ -537,6 +612,16 @@ class Registry:
         pairs = list(self._references.items())
         found = (reference() for key, reference in pairs if self.entries.get(key))
         return [target for target in found if target is not None]
+
+    def numbered(self) -> list[tuple[int, Any]]:
+        """The same, each with its number."""
+        found = []
+        for target in self.living():
+            code = self.entries.get(id(target))
+            while isinstance(code, tuple):
+                code = code[0]
+            found.append((0 if code is None else code >> TAG_BITS, target))
+        return found
 
     def clear(self) -> None:
         """Forgets everything: a forked child names its own."""

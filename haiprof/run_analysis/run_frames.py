@@ -389,11 +389,11 @@ class RunFrames:
         known = self.collectives().filter(own & ~pl.col("p2p")).drop_nulls("created_ns")
         return tail_ratio(segments, known["created_ns"].sort().to_numpy())
 
-    def forward_calls(self, rank: int) -> tuple[Ints, Intervals]:
-        """Tags of the modules that were called outermost in forward, and when, in Unix time."""
+    def phase_spans(self, rank: int, phase: str) -> tuple[Ints, Intervals]:
+        """Outermost spans of a phase in Unix time, with tags of their modules or optimizers."""
         segments = self._judged_segments(rank)
-        calls = segments.found.nested.spans.take(segments.found.phase == PHASES.index("forward"))
-        return calls.tag.astype(np.int64), calls.times.shift(segments.wall_offset_ns)
+        spans = segments.found.nested.spans.take(segments.found.phase == PHASES.index(phase))
+        return spans.tag.astype(np.int64), spans.times.shift(segments.wall_offset_ns)
 
     def _judged_segments(self, rank: int) -> RankSegments:
         return next(iter(self._segments_of({(rank, self._judged_attempts[rank])})))

@@ -22,7 +22,7 @@ from haiprof.run_analysis.run_files import (
     text,
 )
 from haiprof.run_format.entities import process_key
-from haiprof.run_format.setting_lines import FLAGS, SEEN, SETTINGS, UNUSED
+from haiprof.run_format.setting_lines import DISCARDED, FLAGS, SEEN, SETTINGS, UNUSED
 
 Scalar = bool | int | float | str | None
 
@@ -118,6 +118,17 @@ class UnusedGradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardedGradients:
+    """Of a module that was called outermost; see `run_format.setting_lines.DISCARDED_FIELDS`."""
+
+    root: int | None
+    name: str | None  # its class
+    tensor_count: int | None
+    number_count: int | None
+    by: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
     """Of the last process of a rank."""
 
@@ -139,6 +150,7 @@ class RankSettings:
     stepped_optimizer_count: int
     looks: Looks
     unused_gradients: tuple[UnusedGradients, ...]  # as they were looked at last
+    discarded_gradients: tuple[DiscardedGradients, ...]
     problems: tuple[str, ...]  # what could not be read, and why
 
     @property
@@ -233,6 +245,10 @@ def _rank_settings(rank: RankFiles, line: Mapping[str, Any]) -> RankSettings:
         unused_gradients=tuple(
             read_record(UnusedGradients, x, name=names.get(integer(x.get("root")) or 0))
             for x in objects(rank.last(UNUSED).get("roots"))
+        ),
+        discarded_gradients=tuple(
+            read_record(DiscardedGradients, x, name=names.get(integer(x.get("root")) or 0))
+            for x in objects(rank.last(DISCARDED).get("roots"))
         ),
     )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-SETTINGS, SEEN, UNUSED = "settings", "settings_seen", "unused_gradients"
+SETTINGS, SEEN = "settings", "settings_seen"
+UNUSED, DISCARDED = "unused_gradients", "discarded_gradients"
 """What a line of a rank's events.jsonl is, in its field `type`: once per process, counts, and what
 optimizer steps left behind."""
 
@@ -108,3 +109,11 @@ UNUSED_FIELDS = {
 }
 """The fields of one of `roots` in the line `unused_gradients`; its `step`, `time_ns` and `cost_ns`
 are those of the look."""
+DISCARDED_FIELDS = {
+    "root": "tag of the module that was called outermost",
+    "tensor_count": "parameters whose gradient a backward pass for another optimizer made, and "
+    "which was cleared before their own optimizer used it",
+    "number_count": "numbers in them",
+    "by": "tags of those other optimizers",
+}
+"""The same of the line `discarded_gradients`."""

@@ -25,7 +25,7 @@ RULES = {
     "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
     "deterministic_mode", "mkldnn_off", "unfused_adam", "optimizer_loop", "ddp_arguments",
     "threads_over_cores",
-    "settings_differ", "call_hook", "unused_gradients",
+    "settings_differ", "call_hook", "unused_gradients", "discarded_gradients",
 }  # fmt: skip
 COMMON = """
 import contextlib, gc, os, sys, time

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from haiprof.in_job import object_settings
 from haiprof.in_job.object_settings import CallHooks, UnusedGradients
-from haiprof.run_format.setting_lines import HOOK_FIELDS, UNUSED_FIELDS
+from haiprof.run_format.setting_lines import DISCARDED_FIELDS, HOOK_FIELDS, UNUSED_FIELDS
 
 Step = Callable[[], None]
 Job = tuple[list[nn.Module], list[torch.optim.Optimizer], Step]
@@ -141,11 +141,19 @@ def graphs(roots: list[nn.Module]) -> list[torch.Tensor]:
     return [sum(root(torch.ones(2, 4)).sum() for root in roots)]
 
 
+def look_at(
+    roots: list[nn.Module], optimizers: list[torch.optim.Optimizer], lines: list[dict[str, Any]]
+) -> UnusedGradients:
+    return UnusedGradients(
+        lambda: list(enumerate(roots, 1)), lambda: list(enumerate(optimizers, 1)), lines
+    )
+
+
 def counted(job: Job, steps: int = 5) -> list[dict[str, Any]]:
     """What the second look finds, by root."""
     roots, optimizers, step = job
     lines: list[dict[str, Any]] = []
-    gradients = UnusedGradients(lambda: list(enumerate(roots, 1)), lambda: optimizers, lines)
+    gradients = look_at(roots, optimizers, lines)
     for number in range(11, 11 + 2 * steps):
         step()
         if number % steps == 0 and gradients.is_due(number):
@@ -182,6 +190,110 @@ def test_gradients_of_what_nothing_changes_are_counted(job: Job) -> None:
 )  # fmt: skip
 def test_gradients_that_somebody_uses_are_not_counted(job: Job) -> None:
     assert not any(root["tensor_count"] for root in counted(job))
+
+
+def adversaries(
+    *,
+    critic_steps: int = 1,
+    passes: int = 1,
+    freeze: bool = False,
+    clear: str = "before",
+    graph: bool = False,
+) -> Job:
+    """A generator and a critic, whose optimizers take turns; what trains one asks the other."""
+    generator, critic = models()
+    of_generator, of_critic = optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.1) for each in (generator, critic)
+    ]
+
+    def zero(optimizer: torch.optim.Optimizer, when: str) -> None:
+        if clear.startswith(when):
+            optimizer.zero_grad(set_to_none="zeros" not in clear)
+
+    def step() -> None:
+        for _ in range(critic_steps):
+            zero(of_critic, "before")
+            for _ in range(passes):
+                fake = generator(torch.ones(2, 4)).detach()
+                critic(fake).square().mean().backward(create_graph=graph)
+            of_critic.step()
+            zero(of_critic, "after")
+        critic.requires_grad_(not freeze)
+        zero(of_generator, "before")
+        critic(generator(torch.ones(2, 4))).mean().backward(create_graph=graph)
+        of_generator.step()
+        zero(of_generator, "after")
+        critic.requires_grad_()
+
+    return [generator, critic], [*optimizers], step
+
+
+def one_pass_for_both() -> Job:
+    """Two optimizers that step after one backward pass, as of an encoder and a decoder."""
+    first, second = models()
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)
+    ]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        second(first(torch.ones(2, 4))).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return [first, second], optimizers, step
+
+
+def thrown_away(job: Job) -> list[dict[str, Any]]:
+    """What is found by following the ends of optimizers' steps, by root."""
+    roots, optimizers, step = job
+    lines: list[dict[str, Any]] = []
+    gradients = look_at(roots, optimizers, lines)
+    numbers, goes_on = itertools.count(11), False
+
+    def ends(*_: object) -> None:
+        nonlocal goes_on
+        number = next(numbers)
+        if goes_on or gradients.is_due(number):
+            goes_on = gradients.look(number)
+
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(ends)
+    for _ in range(12):
+        step()
+    assert not any(line["type"] == "settings_failed" for line in lines)
+    return next((each["roots"] for each in lines if each["type"] == "discarded_gradients"), [])
+
+
+@pytest.mark.parametrize(
+    "job",
+    [adversaries(), adversaries(critic_steps=5), adversaries(passes=2)],
+)
+def test_gradients_that_another_optimizers_pass_makes_in_vain_are_counted(job: Job) -> None:
+    generator, critic = thrown_away(job)
+    assert generator.keys() == critic.keys() == DISCARDED_FIELDS.keys()
+    assert (generator["tensor_count"], critic["tensor_count"]) == (0, 2)
+    assert (critic["number_count"], critic["by"]) == (20, [1])
+
+
+def test_of_two_that_make_gradients_in_vain_for_each_other_both_are_counted() -> None:
+    first, second = thrown_away(taking_turns())
+    assert (first["tensor_count"], second["tensor_count"], second["by"]) == (2, 2, [1, 2])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize(
+    "job",
+    [
+        adversaries(freeze=True), one_pass_for_both(), distill(),
+        adversaries(clear="never"), adversaries(clear="after"),  # added up
+        adversaries(clear="before, zeros"),  # not known: the same tensor, filled with zeros
+        adversaries(clear="never", graph=True),  # added up in a new tensor
+    ],
+)  # fmt: skip
+def test_gradients_that_their_own_step_may_use_are_not_called_discarded(job: Job) -> None:
+    assert thrown_away(job) == []
 
 
 def test_a_parameter_whose_memory_was_freed_is_not_read() -> None:
@@ -245,7 +357,7 @@ def test_no_gradient_passes_an_embedding() -> None:
 
 def test_nothing_is_looked_at_again_where_each_gradient_is_used() -> None:
     roots, optimizers, step = frozen()
-    gradients = UnusedGradients(lambda: list(enumerate(roots)), lambda: optimizers, [])
+    gradients = look_at(roots, optimizers, [])
     step()
     assert not gradients.is_due(10), "in the first steps"
     gradients.look(11)
@@ -255,7 +367,7 @@ def test_nothing_is_looked_at_again_where_each_gradient_is_used() -> None:
 def test_nothing_is_read_while_the_job_follows_calls_of_torch() -> None:
     roots, optimizers, step = distill()
     lines: list[dict[str, Any]] = []
-    gradients = UnusedGradients(lambda: list(enumerate(roots)), lambda: optimizers, lines)
+    gradients = look_at(roots, optimizers, lines)
     step()
     with TorchFunctionMode():
         gradients.look(11)

@@ -41,7 +41,7 @@ USUAL = (0.2, 10.0, 20.0, 2.0)
 RULES = {
     "padding", "tracemalloc",
     "anomaly_detection", "profiler_left_on", "costly_switches", "double_precision",
-    "call_hook", "unused_gradients",
+    "call_hook", "unused_gradients", "discarded_gradients",
     "deterministic_mode", "mkldnn_off", "unfused_adam", "optimizer_loop", "ddp_arguments",
     "threads_over_cores",
     "settings_differ", "fast_paths_off", "fsdp_units", "half_precision", "threads_under_cores",
@@ -205,6 +205,27 @@ def with_gradients(root: Path, **root_line: Any) -> dict[str, Finding]:
     return of_settings(judged(root))
 
 
+CRITIC: dict[str, object] = {"root": 2, "tensor_count": 8, "number_count": 9000, "by": [2]}
+
+
+def with_critic(root: Path, /, **root_line: Any) -> dict[str, Finding]:
+    """Optimizers of a critic and a generator take turns; some gradients are made in vain."""
+    rows = repeated(
+        [(schema.FORWARD, 4), (schema.BACKWARD, 8), (schema.OPTIMIZER, 2), (schema.FORWARD, 4),
+         (schema.FORWARD, 4), (schema.BACKWARD, 16), (schema.OPTIMIZER, 2)], 120,
+    )  # fmt: skip
+    tags = (2, 0, 1, 1, 2, 0, 2)
+    spans = [(row[0], tags[n % len(tags)], *row[2:]) for n, row in enumerate(rows)]
+    write_rank(write_run(root), spans_from(spans))
+    note(root, 0, type="discarded_gradients", roots=[CRITIC | root_line])
+    told(root)
+    asks = (SCRIPT, job(44, "main"), MODULE, FORWARD)
+    write_samples(
+        root, lambda *at: asks if at[0] == "forward" else (SCRIPT, job(43, "main"), ENGINE)
+    )
+    return of_settings(judged(root))
+
+
 def full(**flags: Any) -> dict[str, Any]:
     return {"flags": FULL_PRECISION | flags, "model": FLOAT32}
 
@@ -223,6 +244,8 @@ def full(**flags: Any) -> dict[str, Any]:
          ("call_hook",)),
         (with_gradients, {}, ("unused_gradients",)),
         (with_gradients, {"tensor_count": 0}, ()),
+        (with_critic, {}, ("discarded_gradients",)),
+        (with_critic, {"tensor_count": 0}, ()),
         (on_cpus, {"seen": PADDED}, ("padding",)),
         (on_cpus, {"seen": PADDED | {"empty_column_count": 20}}, ()),  # to a multiple of 8
         (on_cpus, {"model": {"dtypes": {"float64": 900}}}, ("double_precision",)),
@@ -398,6 +421,21 @@ def test_gradients_that_no_optimizer_uses_gain_what_is_known_of_their_backward(
         assert found.gain.step_ns - found.gain.high_ns < 0.8 * gain_ns, "it rests on forward"
         assert found.severity == "critical"
         assert found.code_lines[0].callers == ("train.py:44 main", "train.py:300 <module>")
+
+
+def test_gradients_made_in_vain_gain_their_part_of_the_passes_that_make_them(root: Path) -> None:
+    """Half of that pass's forward is the critic's, and the pass two thirds of all backward."""
+    found = with_critic(root)["discarded_gradients"]
+    assert saved_ns(found) == pytest.approx(0.43 * 1 / 2 * 2 / 3 * 24 * NS_PER_MS, rel=0.1)
+    assert "requires_grad_(False)" in found.remedy
+    assert found.code_lines[0].callers == ("train.py:44 main", "train.py:300 <module>")
+
+
+def test_gradients_made_in_vain_gain_nothing_known_where_no_call_tells_their_part(
+    root: Path,
+) -> None:
+    found = with_critic(root, root=7)["discarded_gradients"]
+    assert (found.gain, found.severity, len(found.missing)) == (None, "info", 1)
 
 
 def test_what_runs_in_a_hook_is_not_charged_to_the_lines_that_it_interrupts(root: Path) -> None:
