@@ -353,7 +353,7 @@ def _loop_kind(question: Question) -> int:
     of_model = np.isin(samples.phase, _OF_MODEL)
     training = {loop[:2] for loop in loops_of(of_model)}
     own = loops_of(_own_stacks(question)[samples.stack])
-    kinds = {kind for file, loop, kind in own if kind and (file, loop) not in training}
+    kinds = {k for file, loop, k in own if k & LAYERS and (file, loop) not in training}
     return min(kinds, key=lambda kind: kind & RECURRENCE, default=0) if of_model.any() else 0
 
 

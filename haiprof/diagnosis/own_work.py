@@ -36,7 +36,7 @@ _MANY_PASSES, _SHORT_PASS_NS = 8, 1_000_000
 choice."""
 _OF_LOOPS = {
     RECURRENCE: ("whose rounds need one another",
-                 "torch.compile or one operator for the whole loop (nn.LSTM, nn.GRU)"),
+                 "torch.compile or one operator for the whole loop"),
     LAYERS: ("that calls one layer after the other, none of which needs the one before",
              f"one batched operator for all that are alike ({FOR_LAYERS}) or torch.compile"),
 }  # fmt: skip
@@ -125,6 +125,7 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     beside = ", with its part of backward" if largest.has_backward else ""
     ratio = largest.ns / found.ledger.mean_ns
     what, do = _OF_LOOPS[largest.kind]
+    do += " (nn.LSTM, nn.GRU)" * (largest.has_backward and largest.kind == RECURRENCE)
     kind, much = "small operators", "some of that, haiprof --explain says how much"
     if largest.called is not None:
         kind, (count, each_ns) = "operators", largest.called

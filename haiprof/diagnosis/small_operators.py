@@ -94,13 +94,17 @@ def find_loops(
     if lines is not None:
         behind = np.flatnonzero(is_of_autograd(table))
         told.shares = _shares(lines, time.mean_of(table, behind) if len(behind) else 0.0)
-    for number, rows, share in _loop_rows(table, samples, time, loops, kinds):
+    for number, rows, held_ratio in _loop_rows(table, samples, time, loops, kinds):
+        share = min(held_ratio / _SMALL_HELD, 1.0)
         inner = innermost_stack(table.tree)[table.stack[rows]]
         most = _in_loop(table.tree, loops, int(np.bincount(inner, table.ns[rows]).argmax()))
         frames = [table.tree.frames[at] for at in np.unique(table.tree.place[inner[inner > 0]])]
         places = {frame[:2] for frame in frames}
-        is_recorded = has_gradients(table, rows)  # else numbers may take the tensors' place
-        has_price, called = not kinds[number] & stack_lines.RECURRENCE or not is_recorded, None
+        is_recorded = has_gradients(table, rows)
+        # Numbers may take the place of tensors that need no gradients, where these have so few that
+        # calling an operator is all it does.
+        are_numbers = not is_recorded and held_ratio * OPERATOR_CALL_NS >= _CALL_HELD_NS
+        has_price, called = not kinds[number] & stack_lines.RECURRENCE or are_numbers, None
         if lines is not None and not has_price:
             count, spent_ns = operators_of(lines, places)
             called = (count, spent_ns / count) if count else None
@@ -166,7 +170,7 @@ def operators_of(lines: pl.DataFrame, places: Collection[tuple[str, int]]) -> tu
 def _loop_rows(
     table: TimeTable, samples: CodeSamples, time: JobTime, loops: Ints, kinds: Sequence[int]
 ) -> Iterator[tuple[int, Ints, float]]:
-    """Loops over small operators: number, rows, and how much of their time calling these takes."""
+    """Loops over small operators: number, rows, and how much of their time holds the lock."""
     # While it calls an operator a thread holds the interpreter lock, for about a microsecond.
     loop = loops[table.stack]
     works = (loop > 0) & np.isin(table.work, (OPERATORS, PYTHON)) & (table.activity != NO_CORE)
@@ -192,7 +196,7 @@ def _loop_rows(
         mean_ns = time.mean_of(table, rows)
         rounds = mean_ns * ratio / _CALL_HELD_NS / max(kinds[each] >> stack_lines.OPERATIONS_BIT, 1)
         if mean_ns >= _LOOP_NS and rounds >= _FEW_ROUNDS:
-            yield each, rows, min(ratio / _SMALL_HELD, 1.0)
+            yield each, rows, ratio
 
 
 def _loops_of(tree: CodeTree) -> tuple[Ints, list[int]]:

@@ -77,7 +77,7 @@ class Installer:
         self._sizes = InputSizes(recorder.lines)
         self._hooks = CallHooks()
         self._gradients = UnusedGradients(
-            self.roots.numbered, self.optimizers.numbered, recorder.lines
+            self.roots.list_numbered, self.optimizers.list_numbered, recorder.lines
         )
         self._settings = Settings(
             self.roots.living, self.optimizers.living, pauses=self._pauses,

@@ -51,9 +51,10 @@ def find_loop(
     """The line of the loop around some code, in its function, and what that is.
 
     It is the outermost one whose rounds do not need one another; where none is, the innermost.
-    0 where there is no loop, and for a loop over layers each of which needs the one before. The
-    code is on a `line` of the `source`, from 1 on, and ends at the byte `end` of it; `first` is the
-    first line of its function. To `known`, kinds of loops of the file by line, it is added.
+    Line 0 where there is no loop, and for a loop over layers each of which needs the one before:
+    what it is then says whether gradients are recorded. The code is on a `line` of the `source`,
+    from 1 on, and ends at the byte `end` of it; `first` is the first line of its function. To
+    `known`, kinds of loops of the file by line, it is added.
     """
     text = source[line - 1]
     around = list[tuple[int, int]]()  # the innermost first
@@ -81,7 +82,7 @@ def find_loop(
             no_grad = NO_GRAD
     free = [each for each in around if each[1] & LAYERS == INDEPENDENT]
     found, kind = free[-1] if free else next((each for each in around if each[1]), (0, 0))
-    return (found, kind | no_grad) if found else (0, 0)
+    return (found, kind | no_grad) if found else (0, no_grad)
 
 
 def _indent(line: bytes) -> int:

@@ -270,7 +270,7 @@ class UnusedGradients:
         began_ns, before = _now(), self._seen
         self._pauses.pop(0)
         every = [(tag, *_modules_and_parameters(module)) for tag, module in self._roots()]
-        used = set(self._owners())
+        used = set(self._find_owners())
         self._seen = _read_gradients((p for _, _, own in every for p in own), used)
         piled = _made_in_vain(self._seen, before, used, max(step - self._step, 1))
         if before:
@@ -283,14 +283,14 @@ class UnusedGradients:
             self._pauses.clear()
         self._looked_ns, self._step = _now(), step
 
-    def _owners(self) -> dict[int, tuple[int, Any]]:
+    def _find_owners(self) -> dict[int, tuple[int, Any]]:
         """Parameters that optimizers have, with the optimizer's tag, by their ids."""
         return {id(p): (tag, p) for tag, optimizer in self._optimizers()
                 for group in optimizer.param_groups for p in group["params"]}  # fmt: skip
 
     def _follow(self, step: int) -> bool:
         """Reads the ends of some steps in a row, where several optimizers take turns."""
-        owners = self._owners() if self._ends is not None else {}
+        owners = self._find_owners() if self._ends is not None else {}
         if self._ends is None or len({tag for tag, _ in owners.values()}) < 2:
             return False
         began_ns = _now()
@@ -298,7 +298,7 @@ class UnusedGradients:
                            if (end := _end_of_step(p)) is not None})  # fmt: skip
         if len(self._ends) < _ENDS:
             return True
-        discarded, by = _discarded(self._ends)
+        discarded, by = _find_discarded(self._ends)
         self._ends = None
         if discarded:
             every = [(tag, _modules_and_parameters(module)[1]) for tag, module in self._roots()]
@@ -326,7 +326,7 @@ def _end_of_step(parameter: Any) -> tuple[int, int, int] | None:
     return (parameter._version, gradient._cdata, gradient._version) if adds_in_place else None
 
 
-def _discarded(ends: list[_StepEnd]) -> tuple[set[int], set[int]]:
+def _find_discarded(ends: list[_StepEnd]) -> tuple[set[int], set[int]]:
     """Parameters whose gradient was made for a step of others and then cleared, and the others."""
     found, by = set[int](), set[int]()
     for key in set(ends[0]).intersection(*ends[1:]):
@@ -613,7 +613,7 @@ class Registry:
         found = (reference() for key, reference in pairs if self.entries.get(key))
         return [target for target in found if target is not None]
 
-    def numbered(self) -> list[tuple[int, Any]]:
+    def list_numbered(self) -> list[tuple[int, Any]]:
         """The same, each with its number."""
         found = []
         for target in self.living():

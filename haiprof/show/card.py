@@ -141,7 +141,10 @@ def _brief(verdict: Verdict, width: int, command: str) -> Iterator[RenderableTyp
             ("traced", verdict.traces), ("NCCL", _nccl(verdict)),
             ("notes", _own_notes(verdict)))  # fmt: skip
     for label, lines in rows:
-        for line in lines[:1]:
+        # Where nothing is a problem, what the work is tells most.
+        has_problem = any(each.severity != "info" for each in verdict.findings)
+        is_all = label == "own work" and not has_problem
+        for line in lines if is_all else lines[:1]:
             grid.add_row(label, Text(line, style="dim"))
     if command:
         grid.add_row("next", Text(command, style="bold"))

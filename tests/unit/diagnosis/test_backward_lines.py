@@ -186,6 +186,16 @@ def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path, round
     assert account.gain_ns == pytest.approx(2 * MS, rel=0.05)
 
 
+def test_tensors_of_many_numbers_keep_their_place(tmp_path: Path) -> None:
+    """Each operator of the loop takes twice as long as calling it: its tensors are no numbers."""
+    loop = (*LOOP[:-1], RECURRENCE | NO_GRAD)
+    run = write_job(tmp_path / "run", loop=loop, period=38, held="h" + 9 * "0")
+    verdict = diagnose(Analyzer(run.root))
+    assert "many_small_operators" not in {a.explanation for a in judged(run.root).accounts}
+    assert "5.3 % of the step is small operators of a loop" in verdict.headline
+    assert "LSTM" not in verdict.headline, "of no sequence with gradients"
+
+
 @pytest.mark.parametrize(
     ("held", "share"),
     [("h0", "21 %"), ("h" + 29 * "0", None)],  # these compute for most of the time

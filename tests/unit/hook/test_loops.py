@@ -117,6 +117,10 @@ with torch.no_grad():
         code[k] = z[k].mean(0)
 """
     assert loop_of(text) == (2, INDEPENDENT | NO_GRAD)
+    assert loop_of("def forward(self, x):\n    with torch.no_grad():\n        i = near(x)\n") == (
+        0, NO_GRAD,
+    ), "nor in what is called there"  # fmt: skip
+    assert loop_of("with torch.no_grad():\n    i = near(x)\ny = i + 1\n") == (0, 0)
 
 
 def test_numbers_of_python_have_no_gradient() -> None:
