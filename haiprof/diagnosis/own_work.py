@@ -15,10 +15,11 @@ from haiprof.diagnosis.explanations import FOR_LAYERS, is_in_trainer
 from haiprof.diagnosis.rule_inputs import RuleInputs
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.settings_facts import has_layers
+from haiprof.diagnosis.slow_parts import are_stages
 from haiprof.diagnosis.small_operators import has_gradients, is_of_autograd
 from haiprof.diagnosis.thresholds import CRITICAL_RATIO
 from haiprof.diagnosis.verdict import OwnFunction
-from haiprof.run_analysis.ledger import MODULE_FILE, TimeTable
+from haiprof.run_analysis.ledger import LINK_WAIT, MODULE_FILE, TimeTable, point_to_point
 from haiprof.run_analysis.lines import innermost_stack, written_in
 from haiprof.run_analysis.run_files import number
 from haiprof.run_format.stack_lines import LAYERS, RECURRENCE
@@ -62,7 +63,7 @@ def own_functions(
             shared_ns += ratio * each.ns_per_step
             traced[key] += (1.0 - ratio) * each.ns_per_step
         elif each.needed and each.file and each.position in ("forward", "loss"):
-            if is_in_trainer(each):
+            if is_in_trainer(each) or each.activity.startswith("wait"):
                 continue  # a library's model: the line that runs the trainer tells nothing of it
             own = ~calls_layer[rows] | (not outside_layers)
             parts[key].append((_part(table, rows, own) * each.ns_per_step, each, rows[own]))
@@ -94,6 +95,7 @@ def _part(table: TimeTable, rows: Ints, of: Bools) -> float:
 def describe_work(inputs: RuleInputs, found: RunLedger) -> list[tuple[float, str]]:
     """Of the model's own work what may be the job's doing, and has no price: share, and words."""
     every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found.ledger)]
+    every += _other_stages(inputs, found)
     every += _many_passes(inputs, found.ledger)
     every += [] if inputs.uses_gpu else _attention_weights(found)
     every += [] if found.recurrences else _own_function(inputs, found)
@@ -113,6 +115,21 @@ def _attention_weights(found: RunLedger) -> Iterator[tuple[float, str]]:
             f"{ratio_text(ratio)} of the step is attention in forward that makes its weights "
             "(nn.MultiheadAttention with need_weights=True, its default): need_weights=False "
             "saves up to half of it and of its backward, the more the longer the sequences",
+        )
+
+
+def _other_stages(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[float, str]]:
+    """What ranks wait for one another while these do their models' work, one after the other."""
+    table, tree = found.table, found.table.tree
+    waits = tree.holds(point_to_point(tree))[table.stack] & table.needed
+    rows = np.flatnonzero(waits & (table.activity == LINK_WAIT))
+    if len(rows) and are_stages(inputs, found):
+        ratio = found.time.mean_of(table, rows) / found.ledger.mean_ns
+        yield (
+            ratio,
+            f"{ratio_text(ratio)} of the step a rank waits for what others compute meanwhile: more "
+            "microbatches let stages work at the same time (n_microbatches; of m, with s stages, "
+            "each waits (s - 1) / (m + s - 1) of the time)",
         )
 
 

@@ -46,11 +46,10 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     # In a job of pipeline stages ranks wait in sends and receives, which backends need not number:
     # there the times at which collectives begin do not tell who is late.
     ranks = found.time.ranks[:: max(-(-len(found.time.ranks) // _RANKS), 1)]
-    # Ranks of no known layout that each have a part of the model hand it on to one another.
-    stages = ledger.point_to_point(found.samples.tree).any() and all(
-        "forward" in each for each in found.rank_positions().values()
-    )
-    if len(ranks) < 2 or (layout is None and not stages):
+    tree = found.samples.tree
+    if len(ranks) < 2 or (layout is None and not ledger.point_to_point(tree).any()):
+        return None
+    if layout is None and not all("forward" in each for each in found.rank_positions().values()):
         return None
     known = set(np.unique(found.samples.rank).tolist())
     samples = found.samples if known >= set(ranks) else analyzer.code_samples(ranks)
@@ -65,7 +64,7 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
         if each.explanation == "ranks_uneven" and each.gain_ns >= PROBLEM_RATIO * mean_ns
     }  # fmt: skip
     parts = [] if layout is None else [part for parts in layout.dimensions for part in parts]
-    alone = _STAGE if layout is None else _RANK
+    alone = _STAGE if layout is None and are_stages(inputs, found) else _RANK
     parts += [Part(kind=alone, name=f"rank {r}", ranks=frozenset([r])) for r in {*ranks} - told]
     best = max(((_extra(own, ranks, part), part) for part in parts), key=lambda pair: pair[0][0])
     (extra, low, high), part = best
@@ -89,6 +88,19 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
         nodes=tuple(sorted(hosts)) if part.kind == MACHINE else (),
         code_lines=code_lines(working, "its ranks' step", min(its_own / mean_ns, 1.0)),
     )  # fmt: skip
+
+
+def are_stages(inputs: RuleInputs, found: RunLedger) -> bool:
+    """Whether ranks hand on what each computes in its part of a model."""
+    # Ranks with like models hand on other things, unless torch's pipelines do it.
+    tree = found.samples.tree
+    models = {tuple((model.name, model.parameter_count) for model in each.models)
+              for each in inputs.settings.values()}  # fmt: skip
+    return (
+        bool(ledger.point_to_point(tree).any())
+        and (len(models) > 1 or any(ledger.PIPELINE_FILE in f.file for f in tree.frames))
+        and all("forward" in each for each in found.rank_positions().values())
+    )
 
 
 def _own_times(

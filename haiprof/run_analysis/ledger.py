@@ -109,6 +109,7 @@ _WAITS_FOR_HANDLE = re.compile(r"\.wait\([^()]*\)\s*\Z")
 _POINT_TO_POINT = {
     "send", "isend", "send_object_list", "recv", "irecv", "recv_object_list", "batch_isend_irecv",
 }  # fmt: skip
+PIPELINE_FILE = "/torch/distributed/pipelining/schedules.py"
 WORKER_LOADER = "_MultiProcessingDataLoaderIter."
 """Begins the names of what takes batches from workers."""
 WORKER_START = f"{WORKER_LOADER}__init__"
@@ -616,7 +617,12 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
-    found = np.where(tree.holds(exchange_frames(tree))[samples.stack], LINK_WAIT, found)
+    # Code of torch.distributed that is off its core waits for what it has begun with other ranks.
+    of_ranks = np.array([*("/torch/distributed/" in f.file for f in tree.frames), False])
+    waits_there = of_ranks[place][samples.stack] & waiting[samples.stack]
+    found = np.where(
+        tree.holds(exchange_frames(tree))[samples.stack] | waits_there, LINK_WAIT, found
+    )
     return np.where(samples.stack == 0, UNKNOWN, found)
 
 
@@ -650,18 +656,24 @@ def point_to_point(tree: CodeTree) -> Bools:
     begins = {(tree.frames[at].file, tree.frames[at].function) for at in callers if at >= 0}
     same = [(frame.file, frame.function) in begins for frame in tree.frames]
     found |= _waits_for_handle(tree) & np.array([*same, False])
-    return found
+    stages = [frame.file.endswith(PIPELINE_FILE) for frame in tree.frames]
+    return found | (np.array([*stages, False]) & ~_calls_python(tree))
 
 
 def _waits_for_handle(tree: CodeTree) -> Bools:
     """Per frame, and none: whether a line of the job's waits in C++, as `work.wait()` does."""
-    calls = np.zeros(len(tree.frames) + 1, dtype=np.bool_)  # waits in Python have code of theirs
-    calls[tree.place[tree.parent]] = True
     waits = [
         not library and _WAITS_FOR_HANDLE.search(frame.expression) is not None
         for frame, library in zip(tree.frames, tree.library.tolist(), strict=True)
     ]
-    return np.array([*waits, False]) & ~calls
+    return np.array([*waits, False]) & ~_calls_python(tree)
+
+
+def _calls_python(tree: CodeTree) -> Bools:
+    """Per frame, and none: whether another one was seen inside it; waits in Python have one."""
+    calls = np.zeros(len(tree.frames) + 1, dtype=np.bool_)
+    calls[tree.place[tree.parent]] = True
+    return calls
 
 
 def waits_for_peers(tree: CodeTree) -> Bools:

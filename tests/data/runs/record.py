@@ -264,6 +264,21 @@ for step in range(120):
     (last if rank else first)([torch.rand(256, 256) for _ in range(4)])
     optimizer.step()
 """),
+    "gpipe": (TWO, (), """
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+blocks = [nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True) for _ in range(4)]
+stage = nn.Sequential(nn.Identity() if rank else nn.Linear(16, 128), *blocks)
+optimizer = torch.optim.SGD(stage.parameters(), 1e-3)
+schedule = ScheduleGPipe(PipelineStage(stage, rank, 2, torch.device("cpu")), n_microbatches=1,
+                         loss_fn=lambda out, target: (out - target).square().mean())
+x, y = torch.randn(16, 48, 16), torch.randn(16, 48, 128)
+for step in range(80):
+    optimizer.zero_grad()
+    schedule.step(target=y) if rank else schedule.step(x)
+    optimizer.step()
+"""),
 }  # fmt: skip
 
 

@@ -84,6 +84,16 @@ def test_a_stage_with_more_layers_gains_by_what_others_take_over() -> None:
     assert saved_ns(verdict.findings[0]) == pytest.approx(45.3e6 / 2, rel=0.01)
 
 
+def test_stages_that_work_one_after_the_other_need_microbatches() -> None:
+    """torch.distributed.pipelining waits in its own Python; half of the time, as of two stages."""
+    verdict = diagnose(RunFrames(RUNS / "gpipe"))
+    assert "48 % of the step a rank waits for what others compute meanwhile" in verdict.headline
+    ledger = ledger_of(verdict)
+    waits = [a for a in ledger.accounts if a.activity.startswith("wait: ")]
+    assert sum(a.ns_per_step for a in waits) == pytest.approx(0.5 * ledger.mean_ns, rel=0.05)
+    assert sum(a.gain_ns for a in waits) < 0.1 * ledger.mean_ns
+
+
 def test_what_ranks_do_where_they_meet_is_a_part_of_all_steps() -> None:
     """They meet in each 20th step, for longer than a usual step takes."""
     verdict = diagnose(RunFrames(RUNS / "averaged_weights"))
