@@ -555,7 +555,8 @@ def _link(question: Question) -> Finding:
     spares = "" if skips else "accumulate with no_sync(), "
     spares += "compress with a communication hook (bf16_compress_hook)"
     if is_sharded:
-        spares = "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        spares = "MixedPrecisionPolicy(param_dtype=torch.bfloat16), of FullyShardedDataParallel "
+        spares += "MixedPrecision"
     return Finding(
         rule="link_bound",
         cause="small_buckets" if buckets else None,
@@ -796,7 +797,7 @@ _MAKES_BATCH = re.compile(
     re.IGNORECASE,
 )  # fmt: skip
 """In a function or an expression between steps: it may make the next batch."""
-_OUTSIDE = "do it less often, in another process, or not at all"
+_OUTSIDE = "do it less often, beside training (in a worker or another process), or for less"
 _OF_MODEL = [code_samples.TRAINING_PHASES.index(name) for name in ("forward", "backward")]
 _OF_TENSORS = (ledger.ACTIVITIES[ledger.OPERATORS], ledger.ACTIVITIES[ledger.NATIVE])
 _ELEMENT = re.compile(r"\[\s*\w+(?:\s*,\s*\w+)+\s*\]")
@@ -825,9 +826,9 @@ _OF_LOOP = (
 _COMPRESS = "compress in another process, or with a lower level"
 _OF_QUEUE = (
     "what passes there is pickled, written to a pipe, read and unpickled: pass tensors through "
-    "torch.multiprocessing.Queue, which shares their memory, few and large ones, in small types "
-    "(uint8 in place of float64); where training waits for the producer, use several (py-spy dump "
-    "--pid shows what one does)"
+    "torch.multiprocessing.Queue, which shares their memory, few and large ones (each costs a file "
+    "descriptor: stack small ones), in small types (uint8 in place of float64); where training "
+    "waits for the producer, use several (py-spy dump --pid shows what one does)"
 )
 _OF_CALL = (
     ("torch.optim.swa_utils", "update the average every N steps, or all tensors at once: "

@@ -252,6 +252,9 @@ def _rare_samples(inputs: RuleInputs, loading: _Loading) -> Finding | None:
     # about as fast as training.
     if lower_median(excess) < lower_median(number(own["step_ns"].median()) or 0.0 for own in steps):
         return None
+    edge, wait = (int(inputs.loading[name].sum()) for name in ("epoch_ns", "wait_ns"))
+    if edge >= EPOCH_MAIN_RATIO * lower_median(unusual) * wait:
+        return None  # most of it is where epochs begin
     if lower_median(unusual) * loading.wait_share <= loading.core_wait:
         return None  # as much as it waited for a core, which makes any sample slow
     return make_finding(

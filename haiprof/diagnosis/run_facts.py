@@ -13,7 +13,14 @@ import polars as pl
 from haiprof.base.intervals import Floats, total
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.statistics import growth_p_value
-from haiprof.base.units import NS_PER_S, bytes_text, duration_text, rate_text, ratio_text
+from haiprof.base.units import (
+    NS_PER_S,
+    bytes_text,
+    duration_text,
+    number_text,
+    rate_text,
+    ratio_text,
+)
 from haiprof.diagnosis import gpu_functions, settings_facts
 from haiprof.diagnosis.explanations import RECOMPILES_REMEDY
 from haiprof.diagnosis.gpu_functions import ABNORMAL, RANKS, SLOW
@@ -266,6 +273,8 @@ KEPT_REMEDY = (
 )
 _GROWN = {_HOST: ("host memory", KEPT_REMEDY), _GPU: ("GPU memory", LEAK_REMEDY)}
 _NO_LINE = "which line keeps it: two snapshots of tracemalloc, some hundred steps apart, would say"
+_SHORT = "whether it goes on: the run was short"
+_SIZE_LOOKS = 6  # Other sizes of inputs in a row: what a trend can be told of
 _NO_ALLOCATOR = "no counts of a GPU's allocator"
 
 
@@ -308,6 +317,10 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
     if isinstance(profiler, Finding) and is_on and metric == _HOST:
         keeps = ": the job's own profiler keeps what it records until it stops"
         remedy, setting = profiler.remedy, profiler.setting
+    larger = _inputs_growth(inputs, rank)
+    if larger is not None and larger - 1 >= share / 2:
+        keeps += f": its inputs are {number_text(larger)} times as large at the end"
+        is_sure = is_near = False
     return make_finding(
         f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
         f"{ratio_text(share)} so far{keeps}" + (f"; {ahead}" if is_soon else ""),
@@ -318,7 +331,7 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
         ("memory counters that grow so, of all ranks", float(len(grown)), "count"),
         severity="critical" if is_near else "warning" if is_sure else "info", confidence=0.8,
         rank=rank, setting=setting,
-        missing=(_NO_LINE,) if is_sure else (_NO_LINE, "whether it goes on: the run was short"),
+        missing=(_NO_LINE,) if is_sure or larger else (_NO_LINE, _SHORT),
     )  # fmt: skip
 
 
@@ -329,6 +342,16 @@ def _by_step(inputs: RuleInputs, rank: int, rows: pl.DataFrame) -> tuple[Floats,
     steps = np.searchsorted(inputs.by_rank[rank]["start_ns"].to_numpy(), rows["time_ns"].to_numpy())
     even: Floats = np.linspace(steps[0], steps[-1], len(steps))
     return even, np.interp(even, steps, values)
+
+
+def _inputs_growth(inputs: RuleInputs, rank: int) -> float | None:
+    """How many times as large a rank's inputs are in the last third of the looks."""
+    sizes = inputs.input_sizes.filter(pl.col("rank") == rank)
+    counts = sizes["number_count"].to_numpy()
+    if len(counts) < _SIZE_LOOKS or growth_p_value(counts) >= TREND_P_VALUE:
+        return None
+    third = len(counts) // 3
+    return float(np.median(counts[-third:]) / np.median(counts[:third]))
 
 
 def _grows(values: Floats) -> bool:

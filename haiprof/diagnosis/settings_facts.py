@@ -346,6 +346,8 @@ _SWITCHES: tuple[
      "(2.4 to 2.7 times as long, measured)", lambda inputs: not inputs.uses_gpu,
      lambda settings: any(_has_variable(f"{name}_MAX_CPU_ISA", "sse41", "avx")(settings)
                           for name in ("ONEDNN", "DNNL"))),
+    ("MALLOC_PERTURB_", "the C library fills all memory that is taken and given back",
+     lambda inputs: True, _has_variable("MALLOC_PERTURB_")),
     ("PYTHONMALLOC=debug", "Python fills and checks each allocation",
      lambda inputs: True,
      _has_variable("PYTHONMALLOC", "debug", "malloc_debug", "pymalloc_debug")),

@@ -46,10 +46,8 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
     # In a job of pipeline stages ranks wait in sends and receives, which backends need not number:
     # there the times at which collectives begin do not tell who is late.
     ranks = found.time.ranks[:: max(-(-len(found.time.ranks) // _RANKS), 1)]
-    tree = found.samples.tree
-    if len(ranks) < 2 or (layout is None and not ledger.point_to_point(tree).any()):
-        return None
-    if layout is None and not all("forward" in each for each in found.rank_positions().values()):
+    # Ranks of no known layout are told where each has a part of the model, and hands it on.
+    if len(ranks) < 2 or (layout is None and not are_stages(inputs, found)):
         return None
     known = set(np.unique(found.samples.rank).tolist())
     samples = found.samples if known >= set(ranks) else analyzer.code_samples(ranks)
@@ -64,7 +62,7 @@ def slow_part(inputs: RuleInputs, found: RunLedger) -> Finding | None:
         if each.explanation == "ranks_uneven" and each.gain_ns >= PROBLEM_RATIO * mean_ns
     }  # fmt: skip
     parts = [] if layout is None else [part for parts in layout.dimensions for part in parts]
-    alone = _STAGE if layout is None and are_stages(inputs, found) else _RANK
+    alone = _STAGE if layout is None else _RANK
     parts += [Part(kind=alone, name=f"rank {r}", ranks=frozenset([r])) for r in {*ranks} - told]
     best = max(((_extra(own, ranks, part), part) for part in parts), key=lambda pair: pair[0][0])
     (extra, low, high), part = best

@@ -45,6 +45,8 @@ _BACKWARD = 2.0
 """Backward of a loop's operators takes so much more for its time than that of others: taking a row
 makes a tensor of the whole there. Measured on five programs: 1.6 to 3.5 times forward, of the rest
 of the model 0.75 to 2.1."""
+_BACKWARD_OF_REST = 1.4
+"""The middle of those last two: backward has no more for a loop than the rest of it leaves."""
 _NO_GRAD_FILE = "/torch/utils/_contextlib.py"  # What `@torch.no_grad()` runs a function in
 _UNSURE = 0.25
 """Of a loop's time, what the operators may still take that stand in its place. Own choice."""
@@ -90,7 +92,7 @@ def find_loops(
     told = Loops()
     loops, kinds = _loops_of(table.tree)
     ahead = np.isin(table.position, _AHEAD) & (table.work != NO_CORE)
-    forward_ns = float(table.ns[ahead].sum())
+    forward_ns, backward_ns = (float(table.ns[of].sum()) for of in (ahead, is_of_autograd(table)))
     if lines is not None:
         behind = np.flatnonzero(is_of_autograd(table))
         told.shares = _shares(lines, time.mean_of(table, behind) if len(behind) else 0.0)
@@ -117,7 +119,9 @@ def find_loops(
             part = sum(each for _, each in own) / told.left
         elif table.position[rows[0]] in _AHEAD and is_recorded:
             forward_ns -= own_ns
-            part = _BACKWARD * own_ns / (_BACKWARD * own_ns + max(forward_ns, 0.0))
+            rest_ns = max(forward_ns, 0.0)
+            part = _BACKWARD * own_ns / (_BACKWARD * own_ns + rest_ns)
+            part = min(part, max(1.0 - _BACKWARD_OF_REST * rest_ns / max(backward_ns, 1.0), 0.0))
         at, behind = code_place(table.tree, most), np.flatnonzero(is_of_autograd(table))
         if not has_price and at is not None and share == 1.0:  # else most of them compute
             ns = share * (time.mean_of(table, rows) + part * time.mean_of(table, behind))

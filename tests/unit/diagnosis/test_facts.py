@@ -400,6 +400,40 @@ def test_memory_creep(root: Path, rss: Callable[[float], float], fires: bool) ->
     assert ("memory_creep" in {f.rule for f in judged(root).findings}) is fires
 
 
+@pytest.mark.parametrize(("grows", "severity"), [(True, "info"), (False, "warning")])
+def test_memory_that_grows_with_the_inputs_is_no_problem(
+    root: Path, grows: bool, severity: str
+) -> None:
+    """As where a curriculum has longer and longer sequences."""
+    write_story(root, lambda *_: BALANCED, steps=1200)
+    write_memory(root, lambda t: 1e9 + 2e7 * t)
+    for look in range(12):
+        count = 512 + 64 * (look if grows else look % 3)
+        note(root, 0, type="input_size", time_ns=START_NS + look * NS_PER_S, root=1, step=look,
+             number_count=count)  # fmt: skip
+    creep = find(judged(root), "memory_creep")
+    assert creep.severity == severity
+    assert (": its inputs are" in creep.title) is grows
+
+
+@pytest.mark.parametrize(("slow", "cause"), [(39, "no_workers"), (20, "slow_samples")])
+def test_what_a_sampler_does_where_an_epoch_begins_is_no_slow_sample(
+    root: Path, slow: int, cause: str
+) -> None:
+    """Most of the unusual waiting, though not of all, is at one step of each epoch's 40."""
+    rows, now = [], START_NS
+    for step in range(240):
+        if step % 40 == 39:
+            rows.append((schema.DATA_ITER, 0, now, now + NS_PER_MS))
+            now += 2 * NS_PER_MS
+        wait_ms = 200 if step % 40 == slow else 20 if step % 10 == 5 else 5
+        for kind, ms in zip(KINDS, (wait_ms, 5, 10, 2), strict=True):
+            rows.append((kind, 0, now, now + ms * NS_PER_MS))
+            now += ms * NS_PER_MS + 100_000
+    write_line(root, rows, [{"type": "dataloader", "workers": 0, "persistent": False}])
+    assert find(judged(root), "dataloader_bound").cause == cause
+
+
 def test_memory_that_the_jobs_own_profiler_keeps_is_told_as_that(root: Path) -> None:
     write_story(root, lambda *_: BALANCED, steps=800)
     write_memory(root, lambda t: 1e9 + 5e7 * t)

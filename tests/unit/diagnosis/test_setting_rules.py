@@ -264,6 +264,8 @@ def full(**flags: Any) -> dict[str, Any]:
         (on_cpus, {"seen": PADDED | {"guessed_mask_count": 9}}, ()),
         (on_cpus, {"flags": {"tracemalloc": True}}, ("tracemalloc",)),
         (on_cpus, {"variables": {"ATEN_CPU_CAPABILITY": "default"}}, ("costly_switches",)),
+        (on_cpus, {"variables": {"MALLOC_PERTURB_": "165"}}, ("costly_switches",)),
+        (on_cpus, {"variables": {"MALLOC_PERTURB_": "0"}}, ()),
         (on_cpus, {"variables": {"ATEN_CPU_CAPABILITY": "avx2"}}, ()),  # of AVX512: no slower
         (on_cpus, {"variables": {"ONEDNN_MAX_CPU_ISA": "SSE41"}}, ("costly_switches",)),
         (on_cpus, {"variables": {"ONEDNN_MAX_CPU_ISA": "ALL"}}, ()),
