@@ -534,6 +534,8 @@ def _link(question: Question) -> Finding:
     if called or account.file or account.position not in ("backward", "forward"):
         inside = account.position in ("backward", "forward")
         _, what, remedy = called or (_INSIDE if inside else _BETWEEN)
+        if not called and account.position == "gradients":
+            remedy = _EXCHANGE_GRADIENTS
         return Finding(
             rule="blocking_collectives", remedy=remedy,
             title=f"{what}, {question.amount}, not counting the wait for late ranks",
@@ -573,6 +575,10 @@ _BETWEEN = (
     "on each rank first (a count, not all logits); broadcast what does not change once, before the "
     "loop",
 )  # fmt: skip
+_EXCHANGE_GRADIENTS = (
+    "of gradients: DistributedDataParallel exchanges them during backward, in buckets; by hand, "
+    "all_reduce of all in one tensor (all_gather moves each rank's); of other tensors, less often"
+)
 _INSIDE = (
     "", "collectives that the model calls",
     "several in one: what layers exchange (statistics, norms) in one tensor, or with "

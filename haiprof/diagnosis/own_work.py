@@ -53,7 +53,8 @@ def own_functions(
         return []
     module = np.array([*(MODULE_FILE in frame.file for frame in tree.frames), False])
     calls_layer = tree.calls_libraries(module)[table.stack]
-    line, engine = tree.line_places()[innermost_stack(tree)], is_of_autograd(table)
+    inner, engine = innermost_stack(tree), is_of_autograd(table)
+    line, place = tree.line_places()[inner], tree.place[inner]
     parts = defaultdict[tuple[str, str], list[tuple[float, Account, Ints]]](list)
     traced, shared_ns = defaultdict[tuple[str, str], float](float), 0.0
     for each, rows in zip(ledger.accounts, found.rows, strict=True):
@@ -76,9 +77,14 @@ def own_functions(
         by_share = shared_ns * recorded[key] / whole
         most = max(of, key=lambda part: part[0])[1]
         rows = np.concatenate([rows for *_, rows in of])
-        of_line = np.bincount(line[table.stack[rows]] + 1, table.ns[rows])
+        of_line, of_part = (np.bincount(each[table.stack[rows]] + 1, table.ns[rows], 1)
+                            for each in (line, place))  # fmt: skip
+        # Of several that one line works out, one is named where it is most.
+        named = tree.frames[int(of_part.argmax()) - 1]
+        is_most = of_part.max(initial=0.0) > of_part.sum() / 2
         functions.append(OwnFunction(
-            file=key[0], line=most.line or 0, function=key[1], expression=most.expression or "",
+            file=key[0], line=named.line if is_most else most.line or 0, function=key[1],
+            expression=named.expression if is_most else "",
             line_count=1 if of_line.max(initial=0.0) >= _ONE_LINE * of_line.sum()
             else int(np.count_nonzero(of_line)),
             position=most.position, ns_per_step=ns, backward_ns=by_share + traced[key],

@@ -56,8 +56,8 @@ def write_job(
 
     ends = 13 + backward
     for _ in range(100):
-        rows += [(KINDS[kind], 0, now + begin * MS, now + end * MS)
-                 for kind, begin, end in (("F", 2, 12), ("B", 13, ends), ("O", 34, 39))]  # fmt: skip
+        spans = ("F", 2, 12), ("B", 13, ends), ("O", 34, 39)
+        rows += [(KINDS[kind], 0, now + begin * MS, now + end * MS) for kind, begin, end in spans]
         sampled(8, (SCRIPT, MAIN, MODULE, BLOCK, MODULE, LINEAR), now + 2 * MS)
         sampled(2, (SCRIPT, MAIN, MODULE, loop, *inside), now + 10 * MS)
         sampled(backward - hook_samples, (SCRIPT, MAIN, ENGINE), now + 13 * MS)

@@ -1290,6 +1290,19 @@ def test_own_work_is_said_by_function_with_its_part_of_backward(root: Path) -> N
     assert document["ratio"] == pytest.approx(45 / 72.3, abs=0.02)
 
 
+@pytest.mark.parametrize(("of_body", "named"), [(5, "self.body(h)"), (2, "")])
+def test_of_several_calls_of_one_line_the_own_work_names_one_that_is_most(
+    root: Path, of_body: int, named: str
+) -> None:
+    calls = ["self.body(h)"] * of_body + ["self.stem(x)"] * 2 + ["self.up(h)"]
+    stacks: list[Stack] = [(SCRIPT, MAIN, MODULE, (*job(6, "Net.forward", "net.py"), call), LINEAR)
+                           for call in calls]  # fmt: skip
+    write_sampled(root, lambda *_: (0.2, 30.0, 40.0, 2.0),
+                  {"forward": lambda i: stacks[i % len(stacks)]}, steps=240)  # fmt: skip
+    (own,) = (each for each in judged(root).own_work if each.function == "Net.forward")
+    assert (own.line, own.line_count, own.expression) == (6, 1, named)
+
+
 def test_lines_of_a_helper_of_the_model_count_together(root: Path) -> None:
     """Each of three is less than what `Net.forward` does itself."""
     model = (SCRIPT, MAIN, MODULE)
