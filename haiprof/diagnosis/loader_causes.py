@@ -303,12 +303,11 @@ def even_ratio(samples: CodeSamples) -> float:
 
     0 where neither holds them up: what else makes batches cheaper has no such bound.
     """
-    made = _made_by_worker(samples)
-    is_locked = len(made) > 0 and _wait_text(samples) == _WAIT_TEXTS["lock"]
+    made, free = _made_by_worker(samples), samples.wait != WAITS.index("lock")
+    works = _made_by_worker(replace(samples, weight_ns=np.where(free, samples.weight_ns, 0)))
+    is_locked = 0 < works.sum() <= LOADER_IDLE_RATIO * made.sum()
     if not is_locked and not _is_uneven(made):
         return 0.0
-    free = samples.wait != WAITS.index("lock")
-    works = _made_by_worker(replace(samples, weight_ns=np.where(free, samples.weight_ns, 0)))
     count = (made > 0).sum(axis=1)
     return float((works.sum(axis=1) / count).sum() / made.max(axis=1).sum())
 
