@@ -157,7 +157,10 @@ class Reactor:
         return None
 
     def _finish(self, action: _Action) -> None:
-        if (found := _read_result(action.result)) is None:
+        found = None
+        with contextlib.suppress(OSError), action.result.open("rb") as file:
+            found = parse_object(file.read(_RESULT_LIMIT_BYTES))
+        if found is None:
             status = action.process.returncode
             reason = f"haiprof {action.command} ended with status {status}"
             if status in (-signal.SIGINT, 128 + signal.SIGINT):
@@ -218,12 +221,6 @@ class Reactor:
 
     def _append(self, line: Mapping[str, object]) -> None:
         append_line(self.run.node(self.host).events, line)
-
-
-def _read_result(path: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return parse_object(file.read(_RESULT_LIMIT_BYTES))
-    return None
 
 
 def _of_snapshot(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.base.units import MISSING, number_text
+from haiprof.base.version import PACKAGE
 from haiprof.show.text import value_text
 from haiprof.show.views.blocks import FittingTable, more_lines, one_line, plain_table
 
@@ -22,6 +24,8 @@ _UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("byt
 _SHARE = re.compile(r"(?:_share)?_ratio$")
 _UNIT_SUFFIX = re.compile(r"_(?:ns|bytes|bytes_per_s|ratio)$")
 Columns = Sequence[tuple[str, str]]  # Column of the frame and its heading
+HEADINGS = json.loads((PACKAGE / "show" / "views" / "tables.json").read_bytes())
+"""Tables of traces (`trace report`, `functions`, `tables`): columns with headings, in order."""
 
 
 def heads(*plain: str, **named: str) -> tuple[tuple[str, str], ...]:

@@ -97,7 +97,12 @@ class OneRankSummary:
 def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
     """The numbers of a rank's last attempt, also while it runs."""
     ranks = data.ranks()
-    about = _last_attempt(ranks, rank)
+    rows = ranks.filter(pl.col("rank") == rank).sort("attempt")
+    if rows.is_empty():
+        known = ", ".join(map(str, sorted(ranks["rank"].unique())))
+        hint = f"its ranks: {known}" if known else "no process of the job has reported in (yet)"
+        raise MissingDataError(f"the run has no rank {rank}", hint=hint)
+    about = rows.row(-1, named=True)
     attempt = about["attempt"]
     steps = summary.rank_steps(data.steps(), rank, attempt)
     counters = rank_counters(data, rank, about["host"])
@@ -113,9 +118,7 @@ def one_rank_summary(data: RunFrames, rank: int) -> OneRankSummary:
     over_time = summary.counters_over_time(frame_reader(samples), window) if window else ()
     return OneRankSummary(
         run=run_header(data.run, manifest), span=span, window=window, rank=rank, attempt=attempt,
-        other_attempts=tuple(
-            ranks.filter(pl.col("rank") == rank, pl.col("attempt") != attempt)["attempt"].sort()
-        ),
+        other_attempts=tuple(rows["attempt"][:-1]),
         about=about, step_count=about["step_count"] or steps.height,
         mean_step_ns=number(settled[summary.PERIOD].mean()),
         median_step_ns=number(counted["step_ns"].median()),
@@ -175,15 +178,6 @@ def event_stats(phases: pl.DataFrame) -> tuple[EventStat, ...]:
     )
     rows = found.rows_by_key("phase", named=True, unique=True, include_key=True)
     return tuple(EventStat(**rows[phase]) for phase in EVENT_PHASES if phase in rows)
-
-
-def _last_attempt(ranks: pl.DataFrame, rank: int) -> dict[str, Any]:
-    rows = ranks.filter(pl.col("rank") == rank).sort("attempt")
-    if rows.is_empty():
-        known = ", ".join(map(str, sorted(ranks["rank"].unique())))
-        hint = f"its ranks: {known}" if known else "no process of the job has reported in (yet)"
-        raise MissingDataError(f"the run has no rank {rank}", hint=hint)
-    return rows.row(-1, named=True)
 
 
 def _phase_stat(steps: pl.DataFrame, phase: str, split: Mapping[str, float | None]) -> PhaseStat:

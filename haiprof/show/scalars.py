@@ -163,7 +163,17 @@ class EventFiles:
         """Queues one point."""
         writer = self.writers.get(point.rank)
         if writer is None:
-            writer = self.writers[point.rank] = self._new_writer(point.rank)
+            folder = self.folder / f"rank{point.rank}"
+            # TensorBoard's writer follows links. An earlier file of haiprof is removed, so that no
+            # step appears twice.
+            make_folder(folder, below=self._below, own=True)
+            for name in list_folder(folder, below=self._below):
+                if name.endswith(FILE_SUFFIX):
+                    remove_file(folder / name, below=self._below)
+            writer = self._open(
+                str(folder), max_queue_size=_QUEUE_EVENTS, filename_suffix=FILE_SUFFIX
+            )
+            self.writers[point.rank] = writer
         values = [self._summary.Value(tag=tag, simple_value=n) for tag, n in point.values.items()]
         summary, wall_s = self._summary(value=values), point.wall_ns / NS_PER_S
         writer.add_event(self._event(wall_time=wall_s, step=point.step, summary=summary))
@@ -178,15 +188,6 @@ class EventFiles:
         """Flushes and closes the files."""
         for writer in self.writers.values():
             writer.close()
-
-    def _new_writer(self, rank: int) -> Any:  # noqa: ANN401 - tensorboard has no types
-        """The rank's file; an earlier one of haiprof is removed, so that no step appears twice."""
-        folder = self.folder / f"rank{rank}"
-        make_folder(folder, below=self._below, own=True)  # TensorBoard's writer follows links
-        for name in list_folder(folder, below=self._below):
-            if name.endswith(FILE_SUFFIX):
-                remove_file(folder / name, below=self._below)
-        return self._open(str(folder), max_queue_size=_QUEUE_EVENTS, filename_suffix=FILE_SUFFIX)
 
 
 def write_scalars(

@@ -137,7 +137,11 @@ _SCRIPT_CELLS: list[tuple[object, object]] = []
 
 def _brings_script() -> bool:
     """Whether this figure has to bring plotly's script."""
-    cell, execution, is_whole = _running_cell()
+    shell = _shell()
+    parent = getattr(shell, "get_parent", dict[str, Any])()
+    cell = parent.get("metadata", {}).get("cellId")
+    execution = getattr(shell, "execution_count", None)
+    is_whole = parent.get("content", {}).get("allow_stdin") is False  # nobody watches it
     for known_cell, known_execution in _SCRIPT_CELLS:
         is_same = execution is not None and execution == known_execution  # another of its figures
         is_other = None not in (cell, known_cell) and cell != known_cell
@@ -145,15 +149,6 @@ def _brings_script() -> bool:
             return False
     _SCRIPT_CELLS[:] = [(cell, execution)]
     return True
-
-
-def _running_cell() -> tuple[object, object, bool]:
-    """The cell's id, where known, the number of its execution, and whether nobody watches it."""
-    shell = _shell()
-    parent = getattr(shell, "get_parent", dict[str, Any])()
-    cell = parent.get("metadata", {}).get("cellId")
-    is_whole = parent.get("content", {}).get("allow_stdin") is False
-    return cell, getattr(shell, "execution_count", None), is_whole
 
 
 def _print(view: Callable[[int], RenderableType]) -> None:

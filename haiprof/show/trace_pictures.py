@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.units import duration_text
+from haiprof.base.version import PACKAGE
 from haiprof.show.figures import traces as figures
 from haiprof.trace_analysis.device_time import TOP_KERNELS, Steps
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -26,7 +28,7 @@ class TracePicture:
     title: str
     frame: pl.DataFrame  # The answer as numbers
     figure: go.Figure
-    columns: tuple[str, ...]  # Those of the frame that a terminal has room for
+    columns: Sequence[str]  # Those of the frame that a terminal has room for
     says: str = ""  # What to see in it
 
 
@@ -42,7 +44,7 @@ class Drawing:
     ask: str | Callable[..., pl.DataFrame]
     """A method of `TraceQuestions`, or a function of the traces and steps."""
     figure: Callable[..., go.Figure]
-    columns: tuple[str, ...]
+    columns: Sequence[str]
     says: str = ""
     needs: str = ""  # The column without whose values there is nothing to draw
     why: str = _NO_GPU  # Why it has none
@@ -156,89 +158,32 @@ def _what_if(
     return found.sort("saved_ratio", descending=True, maintain_order=True)
 
 
+_WORDS = json.loads((PACKAGE / "show" / "trace_pictures.json").read_bytes())
+
+
+def _drawing(name: str, figure: Callable[..., go.Figure], **more: Any) -> Drawing:  # noqa: ANN401
+    """What the data file says of a drawing, and what is code of it."""
+    return Drawing(figure=figure, **_WORDS[name], **more)
+
+
 PICTURES: Mapping[str, Callable[..., TracePicture]] = {
     "timeline": time_line,
-    "temporal": Drawing(
-        says="Grey is time in which the GPU had nothing to do; a rank with more of it "
-             "than the others waits for its own host.",
-        title="GPU time by rank", ask="temporal_breakdown", figure=figures.temporal_figure,
-        columns=("rank", "device", "span_ns", "compute_ratio", "non_compute_ratio", "idle_ratio"),
-        needs="span_ns",
-    ),
-    "idle": Drawing(
-        says="What each stream waited for between two kernels. Waiting for the host: "
-             "nothing was launched in time.",
-        title="Idle time of streams", ask="idle_time_breakdown", figure=figures.idle_figure,
-        columns=("rank", "stream", "idle_category", "idle_ns", "idle_ratio", "count", "median_ns",
-                 "max_ns"),
-        needs="idle_ns",
-    ),
-    "kernel_types": Drawing(
-        says="Busy time of the GPU by what ran at once. Communication that overlaps "
-             "computing costs nothing.",
-        title="Kernel types", ask="kernel_type_breakdown", figure=figures.kernel_type_figure,
-        columns=("rank", "kernel_type", "time_ns", "time_ratio"), needs="time_ns",
-    ),
-    "kernels": Drawing(
-        says="The largest parts are where a faster kernel helps most; ranks should look "
-             "alike.",
-        title="Top kernels", ask="kernel_breakdown", figure=figures.top_kernels_figure,
-        columns=("rank", "name", "count", "sum_ns", "mean_ns", "max_ns"), needs="sum_ns",
-        options={"num_kernels": TOP_KERNELS},
-    ),
+    "temporal": _drawing("temporal", figures.temporal_figure),
+    "idle": _drawing("idle", figures.idle_figure),
+    "kernel_types": _drawing("kernel_types", figures.kernel_type_figure),
+    "kernels": _drawing("kernels", figures.top_kernels_figure,
+                        options={"num_kernels": TOP_KERNELS}),
     "kernel": one_kernel,
-    "overlap": Drawing(
-        says="Exposed communication makes the step longer; what computing hides does not.",
-        title="Communication overlap", ask=_overlap, figure=figures.overlap_figure,
-        columns=("rank", "compute_ns", "communication_ns", "overlap_ns", "overlap_ratio"),
-    ),
-    "launches": Drawing(
-        says="A long delay from call to kernel is a queue: the host is ahead. Many kernels that "
-             "are shorter than their call leave the GPU waiting for the host.",
-        title="Launches", ask="launch_statistics", figure=figures.launch_figure,
-        columns=("rank", "call", "cpu_duration_ns", "launch_delay_ns", "gpu_duration_ns"),
-        needs="rank", why="no launch of GPU work in it",
-        drawn_options=("runtime_cutoff_ns", "launch_delay_cutoff_ns"),
-    ),
-    "queue_length": Drawing(
-        says="Kernels that are launched and wait. At 0 the GPU has nothing to do; a queue "
-             "that grows means that the host is ahead.",
-        title="Launch queues", ask="queue_length", figure=figures.queue_figure,
-        columns=("rank", "stream", "ts_ns", "queue_length"), needs="queue_length",
-    ),
-    "memory_bandwidth": Drawing(
-        says="Pageable copies between host and device are several times slower than "
-             "pinned ones.",
-        title="Bandwidth of copies", ask="memory_bandwidth", figure=figures.bandwidth_figure,
-        columns=("rank", "copy_kind", "ts_ns", "bandwidth_bytes_per_s"),
-        needs="ts_ns", why="no copy of known size in it",
-    ),
-    "collectives": Drawing(
-        says="A rank that waits much is early; the one that waits least is the one that "
-             "the others wait for.",
-        title="Collectives", ask="collective_waits", figure=figures.collective_figure,
-        columns=("rank", "kind", "name", "late_ns", "wait_ns", "transfer_ns"),
-        needs="rank", why="no collective in it",
-    ),
-    "lateness": Drawing(
-        says="The late rank stands out; the bars of ranks that are alike overlap in their "
-             "intervals.",
-        title="Lateness", ask="arrival_lateness", figure=figures.arrival_figure,
-        columns=("rank", "late_ns", "low_ns", "high_ns", "collective_count"),
-    ),
-    "memory": Drawing(
-        says="It rises and falls within a step; what is higher after each step may be a leak. "
-             "Reserved far above tensors may be fragmentation.",
-        title="Memory", ask=_memory, figure=figures.memory_figure,
-        columns=("rank", "device_type", "ts_ns", "allocated_bytes", "reserved_bytes"),
-    ),
+    "overlap": _drawing("overlap", figures.overlap_figure, ask=_overlap),
+    "launches": _drawing("launches", figures.launch_figure,
+                         drawn_options=("runtime_cutoff_ns", "launch_delay_cutoff_ns")),
+    "queue_length": _drawing("queue_length", figures.queue_figure),
+    "memory_bandwidth": _drawing("memory_bandwidth", figures.bandwidth_figure),
+    "collectives": _drawing("collectives", figures.collective_figure),
+    "lateness": _drawing("lateness", figures.arrival_figure),
+    "memory": _drawing("memory", figures.memory_figure, ask=_memory),
     "critical_path": critical_path,
-    "what_if": Drawing(
-        says="A bar is how much shorter the step becomes; a kernel that is long but "
-             "hidden by others has none.",
-        title="What if", ask=_what_if, figure=figures.what_if_figure,
-        columns=("change", "predicted_step_ns", "saved_ratio"),
-    ),
+    "what_if": _drawing("what_if", figures.what_if_figure, ask=_what_if),
 }  # fmt: skip
 """By name, in the order of the page; each takes the traces, the steps, and options."""
 

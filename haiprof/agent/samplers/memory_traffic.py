@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import resource
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from haiprof.agent.samplers.ranks import RankSampler
 from haiprof.agent.samplers.table import Node, RankProcess, TableSampler
 from haiprof.base.control_group_limits import parse_cpu_list
+from haiprof.base.version import PACKAGE
 from haiprof.linux import perf_events
 from haiprof.linux.perf_events import TYPE_HARDWARE, TYPE_RAW, Counters, Event, Kernel, refusal
 from haiprof.linux.procfs import list_names, read_start_ticks
@@ -33,103 +36,38 @@ class Metric:
 
     column: str
     pmu: str  # pattern of the PMU's names in /sys/bus/event_source/devices
-    named: tuple[tuple[str, ...], ...] = ()
+    named: Sequence[Sequence[str]] = ()
     """Events that the kernel may describe there, alternatives in order; with their own scale."""
-    terms: tuple[str, ...] = ()  # the events themselves, where the kernel describes none
+    terms: Sequence[str] = ()  # the events themselves, where the kernel describes none
     unit: Fraction = Fraction(64)  # bytes per count of `terms`, and of named events if `unscaled`
     unscaled: bool = False  # the kernel gives its named events no scale
 
 
-_IMC = r"uncore_imc(_\d+)?\Z"
-_UPI = r"uncore_upi(_\d+)?\Z"
-_NAMED_READ = (("cas_count_read",), ("cas_count_read_sch0", "cas_count_read_sch1"))
-_NAMED_WRITE = (("cas_count_write",), ("cas_count_write_sch0", "cas_count_write_sch1"))
+_EVENTS = json.loads((PACKAGE / "agent" / "samplers" / "memory_traffic.json").read_bytes())
+"""`memory` and `fills`: events of CPU models, with their sources; the first that fits counts."""
 
 
-def _intel(
-    read: tuple[str, ...], write: tuple[str, ...], *, trusted: bool = True
-) -> tuple[Metric, ...]:
-    """CAS commands of DDR channels, 64 B each; data flits of UPI, nine for 64 B."""
-    # Source: Linux arch/x86/events/intel/uncore_snbep.c; tools/perf pmu-events, metric
-    # `upi_data_transmit_bw` (UNC_UPI_TxL_FLITS.ALL_DATA).
-    named = (_NAMED_READ, _NAMED_WRITE) if trusted else ((), ())
-    return (
-        Metric(column=READ, pmu=_IMC, named=named[0], terms=read),
-        Metric(column=WRITE, pmu=_IMC, named=named[1], terms=write),
-        Metric(column=REMOTE, pmu=_UPI, terms=("event=0x02,umask=0x0f",), unit=Fraction(64, 9)),
-    )
-
-
-_UNKNOWN_INTEL = _intel((), ())[:2]
-_SKYLAKE = _intel(("event=0x04,umask=0x03",), ("event=0x04,umask=0x0c",))
-# Linux before 5.17 describes Ice Lake's events with Skylake's masks, which count too little.
-_ICE_LAKE = _intel(("event=0x04,umask=0x0f",), ("event=0x04,umask=0x30",), trusted=False)
-_SAPPHIRE_RAPIDS = _intel(("event=0x05,umask=0xcf",), ("event=0x05,umask=0xf0",))
-_GRANITE_RAPIDS = _intel(
-    ("event=0x05,umask=0xcf", "event=0x06,umask=0xcf"),
-    ("event=0x05,umask=0xf0", "event=0x06,umask=0xf0"),
-)
-_INTEL = {
-    85: _SKYLAKE,  # also Cascade Lake, Cooper Lake
-    106: _ICE_LAKE,
-    108: _ICE_LAKE,
-    143: _SAPPHIRE_RAPIDS,
-    207: _SAPPHIRE_RAPIDS,  # Emerald Rapids
-    173: _GRANITE_RAPIDS,
-    174: _GRANITE_RAPIDS,
-}
-
-_DF = r"amd_df\Z"
-
-
-def _beats(first: int, count: int, umask: int) -> tuple[str, ...]:
-    """The same data fabric event of units that follow each other at 0x40."""
-    return tuple(f"event={first + 0x40 * n:#x},umask={umask:#x}" for n in range(count))
-
-
-# Linux tools/perf pmu-events, amdzen{4,5}/memory-controller.json (umc_cas_cmd.rd and .wr; a burst
-# is 64 B) and data-fabric.json: "data beats (64 bytes)" out of the socket, per link.
-_UMC = (
-    Metric(column=READ, pmu=r"amd_umc_\d+\Z", terms=("event=0x0a,rdwrmask=0x1",)),
-    Metric(column=WRITE, pmu=r"amd_umc_\d+\Z", terms=("event=0x0a,rdwrmask=0x2",)),
-)
-_ZEN4 = (*_UMC, Metric(column=REMOTE, pmu=_DF, terms=_beats(0xB5F, 8, 0xF3E)))
-_ZEN5 = (*_UMC, Metric(column=REMOTE, pmu=_DF, terms=_beats(0xD5F, 6, 0xF3E)))
-# amdzen2/data-fabric.json, metric nps1_die_to_dram: reads and writes together, 64 B, and only
-# where a socket is one NUMA node. What a beat of its links is, no description says.
-_ZEN2 = (Metric(column=TOTAL, pmu=_DF, terms=_beats(0x07, 8, 0x38)),)
-
-# NVIDIA Grace performance tuning guide: beats of 32 B, and bytes.
-_GRACE = tuple(
-    Metric(column=column, pmu=r"nvidia_scf_pmu_\d+\Z", named=((name,),), unit=Fraction(unit),
-           unscaled=True)
-    for column, name, unit in (
-        (READ, "cmem_rd_data", 32), (WRITE, "cmem_wr_total_bytes", 1),
-        (REMOTE, "remote_socket_rd_data", 32), (REMOTE, "remote_socket_wr_total_bytes", 1),
-    )
-)  # fmt: skip
+def _events_of(cpu: Cpu, kind: str) -> Mapping[str, Any] | None:
+    """What the data file has of a CPU model; None for one that is not known."""
+    for each in _EVENTS[kind]:
+        is_family = each["families"] is None or cpu.family in each["families"]
+        is_model = any(low <= cpu.model <= high for low, high in each["models"])
+        if cpu.vendor == each["vendor"] and is_family and is_model:
+            return each  # type: ignore[no-any-return]
+    return None
 
 
 def metrics_of(cpu: Cpu, root: Path) -> tuple[Metric, ...]:
     """The events of a CPU model."""
-    if cpu.vendor == "GenuineIntel" and cpu.family == 6:
-        return _INTEL.get(cpu.model, _UNKNOWN_INTEL)
-    if cpu.vendor == "AuthenticAMD":
-        # Server models by generation, as in Linux arch/x86/kernel/cpu/amd.c.
-        family, model = cpu.family, cpu.model
-        if family == 0x1A and model < 0x20:
-            return _ZEN5
-        if family == 0x19 and (0x10 <= model <= 0x1F or 0xA0 <= model <= 0xAF):
-            return _ZEN4
-        if (family == 0x17 and 0x30 <= model <= 0x3F) or (family == 0x19 and model <= 0x0F):
-            if node_count(root) == len(set(socket_of_cpu(root).values())):
-                return _ZEN2
-            why = f"{cpu}: its DRAM events cover a socket only where that is one NUMA node (NPS1)"
-            raise Unavailable(why, status="unsupported")
-        raise Unavailable(f"no memory controller events are known for {cpu}", status="unsupported")
-    if (cpu.vendor, cpu.model) == ("0x41", 0xD4F):
-        return _GRACE
-    raise Unavailable(f"no memory controller events are known for {cpu}", status="unsupported")
+    if (found := _events_of(cpu, "memory")) is None:
+        why = f"no memory controller events are known for {cpu}"
+        raise Unavailable(why, status="unsupported")
+    if found.get("one_node") and node_count(root) != len(set(socket_of_cpu(root).values())):
+        why = f"{cpu}: its DRAM events cover a socket only where that is one NUMA node (NPS1)"
+        raise Unavailable(why, status="unsupported")
+    return tuple(
+        Metric(**{**each, "unit": Fraction(each.get("unit", 64))}) for each in found["metrics"]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,50 +273,15 @@ knows which event of Intel's or AMD's that is (perf_event_open(2))."""
 _OWN_THREADS = perf_events.EXCLUDE_KERNEL | perf_events.INHERIT
 
 
-def _raw(name: str, config: int, config1: int = 0) -> Event:
-    return Event(name=name, type=TYPE_RAW, config=config, config1=config1, bits=_OWN_THREADS)
-
-
-# Intel: fills of the core caches, prefetches included, from DRAM of the own and of other sockets
-# (Linux tools/perf pmu-events, icelakex and sapphirerapids, OCR.READS_TO_CORE; the second number
-# is MSR_OFFCORE_RSP).
-_ICE_LAKE_FILLS = (
-    _raw("OCR.READS_TO_CORE.LOCAL_SOCKET_DRAM", 0x01B7, 0x70C000477),
-    _raw("OCR.READS_TO_CORE.REMOTE_DRAM", 0x01B7, 0x730000477),
-)
-_SAPPHIRE_RAPIDS_FILLS = (
-    _raw("OCR.READS_TO_CORE.LOCAL_SOCKET_DRAM", 0x012A, 0x70C004477),
-    _raw("OCR.READS_TO_CORE.REMOTE_DRAM", 0x012A, 0x730004477),
-)
-# Loads alone, without prefetches.
-_LOADS = (
-    _raw("MEM_LOAD_L3_MISS_RETIRED.LOCAL_DRAM", 0x01D3),
-    _raw("MEM_LOAD_L3_MISS_RETIRED.REMOTE_DRAM", 0x02D3),
-)
-_INTEL_FILLS = {
-    85: _LOADS,  # Skylake, Cascade Lake, Cooper Lake servers
-    106: _ICE_LAKE_FILLS,
-    108: _ICE_LAKE_FILLS,
-    143: _SAPPHIRE_RAPIDS_FILLS,
-    207: _SAPPHIRE_RAPIDS_FILLS,  # Emerald Rapids
-    173: _LOADS,  # Granite Rapids
-    174: _LOADS,
-}
-# AMD: fills of the first-level data cache from DRAM of the same and of other NUMA nodes
-# (amdzen3 to 5; Zen 2 counts demand alone). What came through the L2 by prefetch is not in it.
-_ZEN3_FILLS = (
-    _raw("ls_any_fills_from_sys.dram_io_near", 0x0844),
-    _raw("ls_any_fills_from_sys.dram_io_far", 0x4044),
-)
-_ZEN2_FILLS = (
-    _raw("ls_refills_from_sys.ls_mabresp_lcl_dram", 0x0843),
-    _raw("ls_refills_from_sys.ls_mabresp_rmt_dram", 0x4043),
-)
-
-
 def core_events(cpu: Cpu) -> Mapping[str, Event | Unavailable]:
     """What fills each counter of the table `remote_memory`, or why nothing does."""
-    local, remote = _fills(cpu)
+    found = _events_of(cpu, "fills")
+    # Neoverse's REMOTE_ACCESS also counts what came from the caches of the other socket.
+    why = Unavailable(f"no events for DRAM near and far are known for {cpu}", status="unsupported")
+    local, remote = (why, why) if found is None else (
+        Event(name=name, type=TYPE_RAW, config=int(config, 0), config1=int(more, 0),
+              bits=_OWN_THREADS) for name, config, more in found["events"]
+    )  # fmt: skip
     return {
         INSTRUCTIONS: Event(name="instructions", type=TYPE_HARDWARE, config=1, bits=_OWN_THREADS),
         CYCLES: Event(name="cycles", type=TYPE_HARDWARE, config=0, bits=_OWN_THREADS),
@@ -389,18 +292,6 @@ def core_events(cpu: Cpu) -> Mapping[str, Event | Unavailable]:
         TLB: Event(name="dTLB-load-misses", type=perf_events.TYPE_CACHE, config=_TLB_LOAD_MISSES,
                    bits=_OWN_THREADS),
     }  # fmt: skip
-
-
-def _fills(cpu: Cpu) -> tuple[Event | Unavailable, Event | Unavailable]:
-    if cpu.vendor == "GenuineIntel" and cpu.family == 6 and cpu.model in _INTEL_FILLS:
-        return _INTEL_FILLS[cpu.model]
-    if cpu.vendor == "AuthenticAMD" and cpu.family in (0x19, 0x1A):
-        return _ZEN3_FILLS
-    if cpu.vendor == "AuthenticAMD" and cpu.family == 0x17 and cpu.model >= 0x30:
-        return _ZEN2_FILLS
-    # Neoverse's REMOTE_ACCESS also counts what came from the caches of the other socket.
-    why = Unavailable(f"no events for DRAM near and far are known for {cpu}", status="unsupported")
-    return why, why
 
 
 _OWN_PROCESS = 2  # the kernel.perf_event_paranoid that allows counting one's own user code

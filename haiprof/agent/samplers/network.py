@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import mmap
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from haiprof.agent.samplers.table import ChangingSampler, Node
+from haiprof.base.version import PACKAGE
 from haiprof.linux.procfs import inode, link_name, list_names, read_text
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value, os_status, refused_reading
 from haiprof.run_format.tables import ETHERNET, INFINIBAND, INFINIBAND_HEALTH
@@ -34,59 +36,21 @@ class Source(NamedTuple):
     unit: int = 1
 
 
-def counter(name: str, unit: int = 1) -> Source:
-    """A counter of the port itself (performance management of the InfiniBand architecture)."""
-    return Source(f"counters/{name}", unit)
+def _sources(files: Mapping[str, Mapping[str, int]]) -> dict[str, tuple[Source, ...]]:
+    """By column; the driver's own counters are per port or, with one port, of the device."""
+    return {
+        column: tuple(
+            Source(f"{above}{path}", unit)
+            for path, unit in of.items()
+            for above in (("", "../../") if path.startswith("hw_counters/") else ("",))
+        )
+        for column, of in files.items()
+    }
 
 
-def hardware(*names: str) -> tuple[Source, ...]:
-    """Counters of the driver's own, per port or, with one port, of the device."""
-    folders = ("hw_counters", "../../hw_counters")
-    return tuple(Source(f"{folder}/{name}") for name in names for folder in folders)
-
-
-# Which file fills which column, the first that is there. Names are the drivers': mlx5 first, then
-# bnxt_re, irdma, mana_ib, efa and rxe, each only where it counts the same thing.
-# Source: kernel drivers/infiniband/{core/sysfs.c,hw/*/{counters,hw_counters,verbs}.c,sw/rxe}.
-TRAFFIC: Mapping[str, tuple[Source, ...]] = {
-    "transmit_bytes": (Source("counters_ext/port_xmit_data_64", 4), counter("port_xmit_data", 4),
-                       *hardware("tx_bytes")),
-    "receive_bytes": (Source("counters_ext/port_rcv_data_64", 4), counter("port_rcv_data", 4),
-                      *hardware("rx_bytes")),
-    "transmit_wait_count": (counter("port_xmit_wait"),),
-    "ecn_marked_count": hardware("np_ecn_marked_roce_packets", "rx_ecn_marked_pkts", "RxECNMrkd",
-                                 "received_ecns"),
-    "cnp_sent_count": hardware("np_cnp_sent", "tx_cnp_pkts", "cnpSent", "sent_cnps"),
-    "cnp_handled_count": hardware("rp_cnp_handled", "rx_cnp_pkts", "cnpHandled", "received_cnps"),
-    "cnp_ignored_count": hardware("rp_cnp_ignored", "cnpIgnored"),
-    "out_of_sequence_count": hardware("out_of_sequence", "oos_drop_count", "responder_oos",
-                                      "out_of_seq_request"),
-    "packet_sequence_error_count": hardware("packet_seq_err", "seq_err_naks_rcvd",
-                                            "requester_oos_nak", "rcvd_seq_err"),
-    "ack_timeout_count": hardware("local_ack_timeout_err", "to_retransmits", "requester_timeout"),
-    "rnr_nak_count": hardware("rnr_nak_retry_err", "rnr_naks_rcvd", "requester_rnr_nak",
-                              "rcvd_rnr_err"),
-    "implied_nak_count": hardware("implied_nak_seq_err", "missing_resp", "requester_implicit_nak"),
-    "out_of_buffer_count": hardware("out_of_buffer", "rx_out_of_buffer"),
-    "duplicate_request_count": hardware("duplicate_request", "dup_req", "responder_dup_request"),
-    "adaptive_retransmission_count": hardware("roce_adp_retrans"),
-    "slow_restart_count": hardware("roce_slow_restart"),
-    "retransmission_count": hardware("retrans_pkts"),
-}  # fmt: skip
-_ERRORS = (
-    "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors",
-    "port_rcv_remote_physical_errors", "port_xmit_discards", "port_xmit_constraint_errors",
-    "port_rcv_constraint_errors", "local_link_integrity_errors", "excessive_buffer_overrun_errors",
-    "VL15_dropped",
-)  # fmt: skip
-_ERROR_COLUMNS = INFINIBAND_HEALTH.names("symbol_error_count", "vl15_drop_count")
-HEALTH: Mapping[str, tuple[Source, ...]] = {
-    "transmit_packet_count": (counter("port_xmit_packets"),
-                              *hardware("tx_pkts", "tx_packets", "sent_pkts")),
-    "receive_packet_count": (counter("port_rcv_packets"),
-                             *hardware("rx_pkts", "rx_packets", "rcvd_pkts")),
-    **{column: (counter(name),) for column, name in zip(_ERROR_COLUMNS, _ERRORS, strict=True)},
-}  # fmt: skip
+_DATA = json.loads((PACKAGE / "agent" / "samplers" / "network.json").read_bytes())
+"""Which file of a port, or statistic of a driver, fills which column: the first that is there."""
+TRAFFIC, HEALTH = _sources(_DATA["traffic"]), _sources(_DATA["health"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,29 +303,8 @@ _ETHER = "1"  # ARPHRD_ETHER, in /sys/class/net/*/type
 _REPRESENTOR = re.compile(r"(c\d+)?pf\d+([vs]f\d+|hpf)")  # a virtual function's end in the host
 _US = 1000
 
-# For each column patterns of the names of mlx5, bnxt_en and ice, in that order; the first that a
-# driver has count, and several of them are added up (a pause is of one priority, or of all).
-# Source: kernel Documentation/networking/device_drivers/ethernet/mellanox/mlx5/counters.rst;
-# drivers/net/ethernet/broadcom/bnxt/bnxt_ethtool.c; drivers/net/ethernet/intel/ice/ice_ethtool.c.
-COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "receive_pause_count": (r"rx_(prio[0-7]|global)_pause",
-                            r"rx_pfc_ena_frames_pri[0-7]|rx_pause_frames",
-                            r"rx_priority_[0-7]_xoff\.nic|link_xoff_rx\.nic"),
-    "transmit_pause_count": (r"tx_(prio[0-7]|global)_pause",
-                             r"tx_pfc_ena_frames_pri[0-7]|tx_pause_frames",
-                             r"tx_priority_[0-7]_xoff\.nic|link_xoff_tx\.nic"),
-    "receive_pause_ns": (r"rx_(prio[0-7]|global)_pause_duration", r"pfc_pri[0-7]_rx_duration_us"),
-    "transmit_pause_ns": (r"tx_(prio[0-7]|global)_pause_duration", r"pfc_pri[0-7]_tx_duration_us"),
-    "pause_storm_warning_count": ("tx_pause_storm_warning_events",),
-    "pause_storm_error_count": ("tx_pause_storm_error_events",),
-    "receive_discard_count": ("rx_discards_phy", "rx_stat_discard", r"rx_dropped\.nic"),
-    "transmit_discard_count": ("tx_discards_phy", "tx_stat_discard"),
-    "out_of_buffer_count": ("rx_out_of_buffer",),
-    "receive_crc_error_count": ("rx_crc_errors_phy", "rx_fcs_err_frames", r"rx_crc_errors\.nic"),
-    "receive_symbol_error_count": ("rx_symbol_err_phy",),
-    "rdma_receive_bytes": ("rx_vport_rdma_unicast_bytes",),
-    "rdma_transmit_bytes": ("tx_vport_rdma_unicast_bytes",),
-}  # fmt: skip
+COLUMNS: Mapping[str, Sequence[str]] = _DATA["ethernet"]
+"""Patterns of names by column; several that match are added up: a pause is of one priority."""
 
 _ANY = re.compile("|".join(name for choices in COLUMNS.values() for name in choices))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import re
@@ -23,6 +24,7 @@ from haiprof.agent.samplers.memory_traffic import MemoryBandwidthSampler, Remote
 from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.table import ALL_METRICS, CounterState, Missing, Node, TableSampler
+from haiprof.base.version import PACKAGE
 from haiprof.linux.process_files import status_fields
 from haiprof.linux.procfs import read_int, read_text
 from haiprof.linux.readings import Status, Unavailable, os_status
@@ -106,27 +108,7 @@ def _none_of(
 
 Kind = Literal["launcher", "tool"]
 
-_PROGRAMS: tuple[tuple[Kind, str, str], ...] = (
-    ("launcher", "torchrun", "PyTorch's own launcher"),
-    ("launcher", "accelerate", "Hugging Face Accelerate"),
-    ("launcher", "deepspeed", "DeepSpeed"),
-    ("launcher", "fabric", "Lightning Fabric"),
-    ("launcher", "composer", "MosaicML Composer"),
-    ("launcher", "colossalai", "Colossal-AI"),
-    ("launcher", "horovodrun", "Horovod"),
-    ("launcher", "srun", "Slurm"),
-    ("launcher", "mpirun", "MPI"),
-    ("launcher", "mpiexec", "MPI"),
-    ("tool", "nsys", "Nsight Systems: GPU metrics down to 100 µs"),
-    ("tool", "ncu", "Nsight Compute: one kernel in depth"),
-    ("tool", "nvidia-smi", "NVIDIA driver state"),
-    ("tool", "dcgmi", "DCGM: GPU metrics where NVML GPM has none"),
-    ("tool", "py-spy", "Python stacks of a running rank"),
-    ("tool", "perf", "CPU profiles"),
-    ("tool", "numactl", "binds ranks to NUMA nodes"),
-    ("tool", "perfquery", "InfiniBand counters, also of switches"),
-    ("tool", "lctl", "Lustre client counters"),
-)
+_PROGRAMS = json.loads((PACKAGE / "agent" / "samplers" / "programs.json").read_bytes())
 
 # Bits of /proc/PID/status CapEff; source: include/uapi/linux/capability.h.
 _CAPABILITIES = {"SYS_PTRACE": 19, "SYS_ADMIN": 21, "PERFMON": 38}
@@ -181,10 +163,10 @@ def find_tools(
     folder = scripts or Path(sys.executable).parent
     folders = os.pathsep.join([os.environ.get("PATH", "") if path is None else path, str(folder)])
     found = []
-    for kind, name, purpose in _PROGRAMS:
-        place = known.get(name) or shutil.which(name, path=folders)
+    for each in _PROGRAMS:
+        place = known.get(each["name"]) or shutil.which(each["name"], path=folders)
         status: Status = "absent" if place is None else "available"
-        found.append(Tool(name=name, kind=kind, status=status, path=place, purpose=purpose))
+        found.append(Tool(**each, status=status, path=place))
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ from haiprof.run_analysis import gpu_memory
 from haiprof.run_analysis.counter_summaries import CounterDigest
 from haiprof.run_analysis.counters import OwnerSeries, SeriesReader, sort_series
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.show.figures.panel_table import CounterSpec, panel, panel_metrics
+from haiprof.show.figures.panel_table import MEMORY_PANELS, panel_metrics
 from haiprof.show.figures.style import PHASES, series_color
 from haiprof.show.frame_table import Fields, PageTable, page_records
 from haiprof.show.page.counter_data import LINE_LIMIT, counter_data
@@ -37,21 +37,6 @@ _GPU_WORDS = (
 )
 _NO_TRACE = "no traced window with allocations: `--trace --trace-memory` records one"
 
-_PANELS = (
-    panel("Memory of ranks", "GiB", CounterSpec(*_RSS)),
-    panel("Memory of nodes", "GiB", CounterSpec("host", "memory_used_bytes", "used"),
-          CounterSpec("host", "memory_shared_bytes", "shared", "dash"),
-          CounterSpec("host", "memory_cached_bytes", "page cache", "dot")),
-    panel("Memory of the job's control group", "GiB",
-          CounterSpec("cgroup", "memory_anonymous_bytes", "processes"),
-          CounterSpec("cgroup", "memory_file_bytes", "files and /dev/shm", "dot"),
-          CounterSpec("cgroup", "memory_limit_bytes", "limit", "dash")),
-    panel("Used on the GPU", "GiB", CounterSpec("gpu", "memory_used_bytes")),
-    panel("Allocated where steps begin", "GiB", CounterSpec(_ALLOCATOR, "allocated_bytes")),
-    panel("Highest allocated so far", "GiB", CounterSpec(_ALLOCATOR, "peak_bytes")),
-    panel("Reserved by the allocator", "GiB", CounterSpec(_ALLOCATOR, "reserved_bytes")),
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
@@ -73,7 +58,7 @@ def memory_part(
     peaks = _peaks(analyzer, digest.count_series(analyzer.read_series({_RSS})), start_ns)
     failed = [each for _, _, each in gpu_memory.failed_allocations(analyzer.run)]
     data = counter_data(
-        _derived_reader(analyzer, levels, digest), start_ns, panels=_PANELS, each=False
+        _derived_reader(analyzer, levels, digest), start_ns, panels=MEMORY_PANELS, each=False
     )
     return MemoryPart(
         peaks=page_records(
@@ -93,7 +78,7 @@ def _derived_reader(
     analyzer: RunFrames, levels: Mapping[int, gpu_memory.GpuMemorySeries], digest: CounterDigest
 ) -> SeriesReader:
     """The counters, with the used memory of nodes and what the allocators counted."""
-    metrics = panel_metrics(_PANELS) | _OF_USE
+    metrics = panel_metrics(MEMORY_PANELS) | _OF_USE
     recorded = analyzer.read_series(metrics.intersection(digest.present))
 
     def read(source: str, metric: str) -> Sequence[OwnerSeries]:
@@ -184,7 +169,7 @@ def _peak(
 def _with_marks(data: dict[str, Any], peaks: Sequence[_Peak]) -> dict[str, Any]:
     """Marks the peaks of ranks that have a line of their own."""
     panels = [dict(panel) for panel in data["panels"]]
-    if panels and panels[0]["title"] == _PANELS[0].title and len(peaks) <= LINE_LIMIT:
+    if panels and panels[0]["title"] == MEMORY_PANELS[0].title and len(peaks) <= LINE_LIMIT:
         panels[0]["marks"] = marks = []
         for peak in peaks:
             where = "no step" if peak.step is None else f"step {peak.step}"

@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, Template
+from markupsafe import Markup
 
 from haiprof.base.errors import HaiprofError
 from haiprof.base.ledger import position_words
@@ -32,9 +35,6 @@ from haiprof.trace_analysis.files import fault_lines
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_analysis.report import TraceReport
 from haiprof.trace_format.launch_checks import EVERYTHING
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 STATIC = Path(__file__).parent / "static"
 _SCRIPTS = ("units.js", "tables.js", "time.js", "live.js", "flame.js", "page.js")
@@ -96,6 +96,7 @@ def page_part(
 
 def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:
     """What a page holds that has no server: its style, its scripts and its numbers."""
+    # Own files and base64 are `Markup`, which stands in the page as it is.
     script, numbers = page_js(), squeeze(json_for_script(data))
     allowed = [
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -104,8 +105,8 @@ def _inside(data: Mapping[str, Any], *, with_plotly: bool) -> dict[str, Any]:
     packed = _squeezed_plotly() if with_plotly else ""
     return {
         "live": False, "policy": _POLICY.format(" ".join(allowed)),
-        "style": _mark_as_safe(static_text("page.css")), "script": _mark_as_safe(script),
-        "plotly": _mark_as_safe(packed), "data": _mark_as_safe(numbers),
+        "style": Markup(static_text("page.css")), "script": Markup(script),
+        "plotly": Markup(packed), "data": Markup(numbers),
         "size": bytes_text(len(script) + len(packed) + len(numbers)),
     }  # fmt: skip
 
@@ -164,8 +165,6 @@ def _render(
 @cache
 def _template(name: str) -> Template:
     """A page; everything put into it is escaped, but for the page's own files."""
-    from jinja2 import Environment, FileSystemLoader
-
     environment = Environment(
         loader=FileSystemLoader(STATIC), autoescape=True, finalize=_escape_value,
         trim_blocks=True, lstrip_blocks=True,
@@ -189,21 +188,12 @@ def _escape_value(value: object) -> object:
 
 def _with_code(line: str) -> object:
     """Text whose words between backticks are shown as code."""
-    from markupsafe import Markup
-
     parts = visible(line, keep=SPACES).split("`")
     if len(parts) % 2 == 0:
         return line
     shown = (Markup("<code>{}</code>").format(part) if place % 2 else Markup.escape(part)
              for place, part in enumerate(parts))  # fmt: skip
     return Markup().join(shown)
-
-
-def _mark_as_safe(own: str) -> str:
-    """Text of haiprof's own files and base64, which stand in the page as they are."""
-    from markupsafe import Markup
-
-    return Markup(own)
 
 
 def _sections(content: PageContent) -> list[tuple[str, str]]:

@@ -125,23 +125,20 @@ def trace_files(run: RunPaths) -> tuple[list[list[Path]], str]:
 
 def snapshot_table(run: RunPaths) -> PageTable | None:
     """The run's snapshots; None without any."""
-    rows = list(_snapshots(run))
-    head = ("taken", "who holds the job up", "why", "kept in snapshots/")
-    return PageTable("", head, rows, left=head) if rows else None
-
-
-def _snapshots(run: RunPaths) -> Iterator[tuple[str, ...]]:
+    rows = []
     for path in run.snapshot_files():
         name = printable(path.parent.name)
         try:
             found = read_json(path)
         except RunFormatError:
-            yield MISSING, MISSING, "cannot be read", name
+            rows.append((MISSING, MISSING, "cannot be read", name))
             continue
-        suspects = objects(found.get("suspects"))
+        suspects, taken = objects(found.get("suspects")), moment_text(integer(found.get("wall_ns")))
         who = ", ".join(f"rank {printable(str(s.get('rank')))}" for s in suspects)
         why = "; ".join(printable(str(s.get("reason"))) for s in suspects[:3])
-        yield moment_text(integer(found.get("wall_ns"))), who or "nobody", why or MISSING, name
+        rows.append((taken, who or "nobody", why or MISSING, name))
+    head = ("taken", "who holds the job up", "why", "kept in snapshots/")
+    return PageTable("", head, rows, left=head) if rows else None
 
 
 def one_rank_facts(ranks: PageTable, nodes: PageTable) -> tuple[tuple[str, str], ...]:

@@ -205,26 +205,23 @@ def missing_block(missing: Mapping[str, str]) -> RenderableType:
     """What was not measured, each with the reason; nothing where all was."""
     if not missing:
         return Group()
-    return section("Not measured", label_table(by_reason(missing), second="dim"))
+    return section("Not measured", LabelTable(by_reason(missing), second="dim"))
 
 
-def label_table(
-    rows: Iterable[tuple[str, str]], *, first: str = "", second: str = ""
-) -> RenderableType:
+@dataclass(frozen=True, slots=True)
+class LabelTable:
     """Labels in one style, and beside each its text in another one, which is folded.
 
     Below each where a word, such as a path, would be broken beside it and is not there.
     """
-    return _LabelTable(tuple(rows), first, second)
 
-
-@dataclass(frozen=True, slots=True)
-class _LabelTable:
     rows: Sequence[tuple[str, str]]
-    first: str
-    second: str
+    _: KW_ONLY
+    first: str = ""
+    second: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table, or its rows below each other."""
         longest = max((cell_len(word) for _, text in self.rows for word in text.split()), default=0)
         beside = max((cell_len(label) for label, _ in self.rows), default=0) + _GAP
         if beside + longest > options.max_width >= INDENT + longest:

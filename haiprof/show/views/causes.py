@@ -136,7 +136,12 @@ def what_if_answers(
     found = analysis.what_if(*asked, steps=steps)
     if not changes:
         found = found.sort("saved_ratio", descending=True, maintain_order=True)
-    late = _late(analysis, steps) if len(analysis.files) > 1 else None
+    late = None
+    if len(analysis.files) > 1:
+        try:
+            late = str(analysis.arrival_lateness(steps)["said"][0])
+        except MissingDataError as error:
+            late = str(error)
     traces = list(analysis.traces.values())
     own = [step_windows(each) for each in traces if len(each.gpu) and len(each.steps)]
     lengths = [length for each in own for length in each["end_ns"] - each["start_ns"]]
@@ -157,13 +162,6 @@ def _unrecorded_ratio(analysis: TraceQuestions, steps: tuple[int, int] | None) -
         return None
     unnamed = path.top(path.rows.height).filter(pl.col("name").is_null())
     return float(unnamed["share_ratio"].sum())
-
-
-def _late(analysis: TraceQuestions, steps: tuple[int, int] | None) -> str:
-    try:
-        return str(analysis.arrival_lateness(steps)["said"][0])
-    except MissingDataError as error:
-        return str(error)
 
 
 def what_if_view(answers: WhatIfAnswers) -> RenderableType:

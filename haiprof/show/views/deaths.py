@@ -26,7 +26,7 @@ from haiprof.show.text import (
     printable,
     share_text,
 )
-from haiprof.show.views.blocks import label_table, plain_table, section
+from haiprof.show.views.blocks import LabelTable, plain_table, section
 
 if TYPE_CHECKING:  # a list of runs has words of this file, and reads no run
     from haiprof.diagnosis.restart_advice import Advice
@@ -310,9 +310,9 @@ def goodput_view(found: Goodput, *, joined: str) -> RenderableType:
     if joined:  # which starts were of which run
         by_run = itertools.groupby(enumerate(found.starts, start=1), key=lambda each: each[1].run)
         places = ((run, [place for place, _ in group]) for run, group in by_run)
-        rows = ((f"start {at[0]}" + f" to {at[-1]}" * (len(at) > 1), printable(run))
-                for run, at in places)  # fmt: skip
-        parts.append(section("runs", label_table(rows)))
+        rows = [(f"start {at[0]}" + f" to {at[-1]}" * (len(at) > 1), printable(run))
+                for run, at in places]  # fmt: skip
+        parts.append(section("runs", LabelTable(rows)))
     return Group(*parts)
 
 

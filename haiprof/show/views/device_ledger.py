@@ -94,7 +94,10 @@ def device_ledger_view(
         *_host_operators(found, _MANY if everything else _FEW),
     ]
     for place, each in enumerate(worth[: _MANY if everything else _FEW], start=1):
-        parts += [Text(), *_opportunity(found, each, place)]
+        says, time, left, do = opportunity_texts(found, each)
+        parts += [Text(), Text.assemble((f"{place}  ", "bold"), says)]
+        below = [Text(f"{time} → {left}"), *([Text(f"do: {do}", style="dim")] if do else [])]
+        parts += [Padding(line, (0, 0, 0, INDENT + 1)) for line in below]
     said = list(notes(found, worth))
     return Group(*parts, *([Text(), *bullets(said)] if said else []))
 
@@ -445,12 +448,3 @@ def launch_texts(each: DeviceOperator) -> Iterator[str]:
         yield f"{waves:.1f} waves of blocks, the last one {share} full"
     if fill is not None and fill < _LITTLE_FILL_RATIO and (blocks is None or blocks >= 1):
         yield f"occupancy {ratio_text(fill)}"
-
-
-def _opportunity(found: DeviceLedger, each: Opportunity, place: int) -> Iterator[RenderableType]:
-    """An opportunity in three lines."""
-    says, time, left, do = opportunity_texts(found, each)
-    yield Text.assemble((f"{place}  ", "bold"), says)
-    yield Padding(Text(f"{time} → {left}"), (0, 0, 0, INDENT + 1))
-    if do:
-        yield Padding(Text(f"do: {do}", style="dim"), (0, 0, 0, INDENT + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import polars as pl
 from rich.console import Group, RenderableType
@@ -13,7 +13,7 @@ from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.function_reports import FunctionReports
 from haiprof.diagnosis.gpu_functions import ABNORMAL, FUNCTIONS, RANKS, FunctionReport
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
-from haiprof.show.frame_table import Columns, frame_table, heads
+from haiprof.show.frame_table import HEADINGS, Columns, frame_table, heads
 from haiprof.show.text import count_text, flops_text, printable, value_text
 from haiprof.show.views.blocks import bullets, notes_block, section
 from haiprof.trace_analysis import kernel_names
@@ -173,43 +173,10 @@ def _outside_lines(summed: pl.DataFrame, whole: int) -> Iterator[RenderableType]
 
 _LIMIT = 6
 TITLES = {ABNORMAL: "abnormal", FUNCTIONS: "over all ranks", RANKS: "by rank"}
-_HOST: dict[str, Columns] = {
-    ABNORMAL: heads("rank", "bottleneck_ratio", share_ratio="in all",
-                    others_bottleneck_ratio="ranks' median", count="calls", median_ns="median",
-                    name="function"),
-    FUNCTIONS: heads("bottleneck_ratio", share_ratio="in all", rank_count="ranks", count="calls",
-                     median_ns="median", name="function"),
-}  # fmt: skip
-_COLUMNS: dict[str, dict[str, Columns]] = {
-    kernel_names.GPU_COMPUTE: {
-        ABNORMAL: heads("rank", "median_ns", others_median_ns="elsewhere", slower_ratio="slower by",
-                        excess_ns="costs", name="kernel"),
-        FUNCTIONS: heads("bottleneck_ratio", rank_count="ranks", count="calls", median_ns="median",
-                         occupancy_ratio="mean occupancy", name="kernel"),
-        RANKS: heads("rank", utilization_ratio="computes", sm_efficiency_ratio="SM use",
-                     occupancy_ratio="mean occupancy", pace_ratio="kernels' time by others'",
-                     gpu_name="GPU"),
-    },
-    kernel_names.MEMORY: {
-        ABNORMAL: heads("rank", "why", "bottleneck_ratio", "bandwidth_bytes_per_s",
-                        others_bandwidth_bytes_per_s="elsewhere", name="operation"),
-        FUNCTIONS: heads("bottleneck_ratio", rank_count="ranks", count="calls", median_ns="median",
-                         bandwidth_bytes_per_s="bandwidth", name="operation"),
-    },
-    kernel_names.COMMUNICATION: {
-        ABNORMAL: heads("rank", "why", "type", "bottleneck_ratio",
-                        others_bottleneck_ratio="elsewhere", bandwidth_bytes_per_s="bandwidth",
-                        others_bandwidth_bytes_per_s="elsewhere"),
-        FUNCTIONS: heads("type", "bottleneck_ratio", count="calls",
-                         bandwidth_bytes_per_s="bandwidth", bandwidth_std_bytes_per_s="spread",
-                         normal_rank="normal", different_count="differ", name="kernel"),
-        RANKS: heads("rank", "type", "bottleneck_ratio", share_ratio="in all", wait_ns="waits",
-                     transfer_ns="transfers", bandwidth_bytes_per_s="bandwidth",
-                     bandwidth_std_bytes_per_s="spread"),
-    },
-    kernel_names.RUNTIME: _HOST,
-    kernel_names.PYTHON: _HOST,
-}  # fmt: skip
+_COLUMNS: Mapping[str, Mapping[str, Columns]] = {
+    kind: {name: [*columns.items()] for name, columns in tables.items()}
+    for kind, tables in HEADINGS["functions"].items()
+}
 _NO_SAMPLES = (
     "no sample belongs to one function: samples are further apart than functions last; `--burst` "
     "samples every 100 µs"

@@ -27,8 +27,8 @@ from haiprof.show.terminal import PHASE_OF, PhaseMark, SplitBar, SplitLegend, ph
 from haiprof.show.text import PHASE_TITLES, count_text, printable, share_text, steps_text
 from haiprof.show.views.blocks import (
     FittingTable,
+    LabelTable,
     header_block,
-    label_table,
     missing_block,
     more_lines,
     notes_block,
@@ -51,11 +51,15 @@ def setting_rows(settings: RankSettings) -> list[tuple[str, str]]:
     rows = [("model", _model_text(model)) for model in settings.models]
     for optimizer in settings.optimizers:
         given = {"foreach": optimizer.foreach, "fused": optimizer.fused}
-        told = [f"{name}={value}" for name, value in given.items() if value is not None]
-        how = ", ".join(told) or "foreach and fused left to torch"
+        chosen = [f"{name}={value}" for name, value in given.items() if value is not None]
+        how = ", ".join(chosen) or "foreach and fused left to torch"
         tensors = count_text(optimizer.tensor_count or 0, "tensor")
         rows.append(("optimizer", f"{optimizer.name}: {tensors}, {how}"))
-    rows.append(("precision", _precision_text(settings)))
+    told = {"default": settings.flags.get("default_dtype"),
+            "float32 matmul": settings.flags.get("matmul_precision"),
+            "autocast": settings.autocast or "not seen at the call of a model"}  # fmt: skip
+    known = (f"{name} {value}" for name, value in told.items() if value)
+    rows.append(("precision", ", ".join(known)))
     rows.append(("cores", ", ".join(_core_parts(settings))))
     rows.append(("switched on", ", ".join(_switch_parts(settings))))
     off = [n for n in ("mkldnn", "cudnn_enabled") if settings.flags.get(n) is False]
@@ -79,13 +83,6 @@ def _model_text(model: ModelSettings) -> str:
         given = (f"{n}={v:.0f}" if isinstance(v, float) else f"{n}={v}" for n, v in known.items())
         parts.append(f"DDP({', '.join(given)})")
     return f"{model.name}: {', '.join(part for part in parts if part)}"
-
-
-def _precision_text(settings: RankSettings) -> str:
-    told = {"default": settings.flags.get("default_dtype"),
-            "float32 matmul": settings.flags.get("matmul_precision"),
-            "autocast": settings.autocast or "not seen at the call of a model"}  # fmt: skip
-    return ", ".join(f"{name} {value}" for name, value in told.items() if value)
 
 
 def _core_parts(settings: RankSettings) -> Iterator[str]:
@@ -266,8 +263,8 @@ def rank_view(summary: OneRankSummary) -> RenderableType:
     if summary.events:
         parts.append(section("Besides the phases", record_table(summary.events, _EVENTS)))
     if summary.settings is not None:
-        rows = ((name, units.visible(text)) for name, text in setting_rows(summary.settings))
-        parts.append(section("Settings", label_table(rows, first="dim")))
+        rows = [(name, units.visible(text)) for name, text in setting_rows(summary.settings)]
+        parts.append(section("Settings", LabelTable(rows, first="dim")))
     if summary.counter_series:
         parts.append(section("Counters", series_block(summary.counter_series, **axis)))
     parts.append(missing_block(summary.missing))

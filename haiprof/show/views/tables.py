@@ -15,7 +15,7 @@ from rich.text import Text
 from haiprof.base.errors import UsageError
 from haiprof.base.safe_files import make_named_folder
 from haiprof.base.units import MISSING, NS_PER_US
-from haiprof.show.frame_table import frame_table, heads
+from haiprof.show.frame_table import HEADINGS, Columns, frame_table, heads
 from haiprof.show.views.blocks import one_line, section
 from haiprof.trace_analysis.device_time import NO_LAUNCHES, Steps
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -100,7 +100,7 @@ class Table:
 
     ask: Callable[..., pl.DataFrame]
     """A question of `TraceQuestions`: steps, and the limits that were given."""
-    columns: tuple[tuple[str, str], ...]  # What people see of it, with its heading; scripts get all
+    columns: Columns  # What people see of it, with its heading; scripts get all
     named_by: str = "name"  # The column that may be cut where a line is too short
     limits: Mapping[str, str] = field(default_factory=dict)
     """Options of the command by what the question calls them; what ends in `_ns` is given in us."""
@@ -122,56 +122,23 @@ def _counters(traces: TraceQuestions, steps: Steps, *, folder: Path | None = Non
     return traces.write_counter_traces(folder)
 
 
-_CUTOFFS = {"runtime_cutoff": "runtime_cutoff_ns", "launch_delay_cutoff": "launch_delay_cutoff_ns"}
 LAUNCH_HEADS = heads(
     blocks_per_sm="blocks/SM", waves="waves", occupancy_ratio="occ. (longest call)"
 )
-_TIMES = heads(count="calls", sum_ns="time", mean_ns="mean", max_ns="longest")
-TABLES: Mapping[str, Table] = {
-    "kernels": Table(
-        ask=TraceQuestions.kernel_breakdown,
-        columns=(*heads("rank", "kind", name="kernel"), *_TIMES, ("kind_ratio", "of its kind"),
-                 *LAUNCH_HEADS),
-        limits={"num_kernels": "num_kernels", "duration_ratio": "duration_ratio"},
-    ),
-    "launches": Table(
-        ask=TraceQuestions.launch_summary,
-        columns=heads("rank", name="call", launch_count="calls", cpu_duration_median_ns="median",
-                      runtime_outlier_count="long", launch_delay_median_ns="delay",
-                      launch_delay_outlier_count="delayed", short_count="short kernels"),
-        named_by="call",
-        limits=_CUTOFFS,
-    ),
-    "single-launches": Table(
-        ask=TraceQuestions.launch_statistics,
-        columns=heads("rank", name="kernel", cpu_duration_ns="call took", launch_delay_ns="delay",
-                      gpu_duration_ns="kernel took", is_short="short", is_runtime_outlier="long",
-                      is_launch_delay_outlier="delayed"),
-        named_by="kernel",
-        limits=_CUTOFFS,
-    ),
-    "annotations": Table(
-        ask=TraceQuestions.annotation_breakdown,
-        columns=(*heads("rank", "category", name="range"), *_TIMES, ("covered_ns", "covered")),
-    ),
-    "annotation-kernels": Table(
-        ask=TraceQuestions.annotation_kernels,
-        columns=(*heads("rank", annotation="range", name="kernel"), *_TIMES),
-    ),
-    "sequences": Table(
-        ask=_sequences,
-        columns=heads("rank", name="sequence", count="calls", kernel_count="kernels",
-                      gpu_duration_ns="GPU", cpu_duration_ns="host"),
-        named_by="pattern",
-        limits={"operator": "operator", "min_length": "min_pattern_length", "top": "top_k"},
-    ),
-    "counter-traces": Table(
-        ask=_counters,
-        columns=heads("rank", name="file", counter_event_count="counter events"),
-        named_by="path",
-        limits={"output": "folder"},
-    ),
-}  # fmt: skip
+_ASKS: Mapping[str, Callable[..., pl.DataFrame]] = {
+    "kernels": TraceQuestions.kernel_breakdown,
+    "launches": TraceQuestions.launch_summary,
+    "single-launches": TraceQuestions.launch_statistics,
+    "annotations": TraceQuestions.annotation_breakdown,
+    "annotation-kernels": TraceQuestions.annotation_kernels,
+    "sequences": _sequences,
+    "counter-traces": _counters,
+}
+TABLES = {
+    name: Table(ask=ask, **{**told, "columns": [*told["columns"].items()]})
+    for name, ask in _ASKS.items()
+    for told in [HEADINGS["trace_tables"][name]]
+}
 
 
 def table_of(name: str, limits: Mapping[str, Any]) -> tuple[Table, dict[str, Any]]:

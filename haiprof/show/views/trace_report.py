@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from haiprof.base.units import duration_text
-from haiprof.show.frame_table import frame_table, heads
+from haiprof.show.frame_table import HEADINGS, Columns, frame_table
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import bullets, missing_block, notes_block, section
 from haiprof.show.views.tables import LAUNCH_HEADS
@@ -132,6 +132,22 @@ def rank_collectives(tables: Tables) -> pl.DataFrame:
     return found.clear() if "process_groups" in tables else found
 
 
+def known_efficiency(tables: Tables) -> pl.DataFrame:
+    """Efficiency of the ranks whose MFU is known."""
+    return tables["efficiency"].filter(pl.col("mfu_ratio").is_not_null())
+
+
+def launching_calls(tables: Tables) -> pl.DataFrame:
+    """Calls of the operating system by threads that launch work."""
+    return tables["os_calls"].filter("is_launching")
+
+
+def late_ranks(tables: Tables) -> pl.DataFrame:
+    """Lateness of each rank, with who was last at how many collectives."""
+    late, stragglers = tables["lateness"], tables["stragglers"]
+    return late.join(stragglers, on="rank", how="left", maintain_order="left", suffix="_any")
+
+
 _MANY = 12
 
 
@@ -140,134 +156,24 @@ class View:
     """One table as people see it."""
 
     title: str
-    of: tuple[str, ...]  # Tables of the report that it needs
+    of: Sequence[str]  # Tables of the report that it needs
     rows: Callable[[Tables], pl.DataFrame] | None
     """What is shown of them; None shows the first as it is."""
-    columns: tuple[tuple[str, str], ...]
+    columns: Columns
     limit: int = _MANY
     legend: str = ""
     legend_of: str = ""  # The column that it is about; empty for all
     answer: str = ""  # The column that says in words what the table comes to, after the legend
 
 
-VIEWS = (
-    View(
-        "GPU time", ("temporal", "overlap"), gpu_time,
-        columns=heads("rank", "device", "span_ns", compute_ratio="computes",
-                      non_compute_ratio="other work", idle_ratio="idle",
-                      communication_ns="communication", overlap_ratio="of it hidden"),
-    ),
-    View(
-        "Steps as the host marks them: where their time goes", ("steps",), step_time,
-        columns=heads("rank", step_count="steps", wall_ns="mean", kernel_ratio="kernels",
-                      communication_ratio="communication", memcpy_ratio="copies",
-                      memset_ratio="sets", runtime_ratio="runtime", dataloader_ratio="DataLoader",
-                      cpu_exec_ratio="operators", other_ratio="rest"),
-        legend="each share: of the time in which nothing left of it was active; operators: on the "
-        "CPU; rest: none of these",
-    ),
-    View(
-        "Busy GPU time by concurrent activity", ("kernel_types",), kernel_types,
-        columns=heads(kernel_type="kinds", time_ns="time", time_ratio="share"),
-    ),
-    View(
-        "Kernels by total time", ("kernels",), None,
-        columns=(*heads(name="kernel", kind="kind", count="calls", sum_ns="time", mean_ns="mean",
-                        slowest_rank="slowest rank", distance_ratio="above others"), *LAUNCH_HEADS),
-        limit=10,
-        legend="a communication kernel's time holds its waiting for other ranks",
-        legend_of="distance_ratio",
-    ),
-    View(
-        "Idle time of streams by cause", ("idle",), idle,
-        columns=heads("rank", "device", "stream", "idle_ns", count="gaps", host_wait_ratio="host",
-                      kernel_wait_ratio="next kernel", other_ratio="other stream",
-                      unknown_ratio="not known"),
-    ),
-    View(
-        "Operators by self time", ("operators",), operators,
-        columns=heads(name="operator", shapes="shapes", call_count="calls", cpu_self_ns="own time",
-                      cpu_total_ns="with inner ones", own_ratio="share of own"),
-        limit=15,
-    ),
-    View(
-        "Launches", ("launches",), launches,
-        columns=heads("call", launch_count="launches", kernel_count="kernels",
-                      cpu_mean_ns="mean call", delay_mean_ns="mean delay", short_count="short",
-                      runtime_outlier_count="slow", launch_delay_outlier_count="late"),
-        legend="short: at most 50 µs and longer than its kernels; slow: above 50 µs; "
-        "late: the kernel began more than 100 µs after the call",
-    ),
-    View(
-        "Launch queues, the longest first", ("queue",), queues,
-        columns=heads("rank", "device", "stream", launch_count="launches",
-                      mean_length="mean length", max_length="max", empty_ratio="time empty",
-                      full_ns="time full"),
-        limit=8,
-    ),
-    View(
-        "Efficiency: matrix work against the device's dense peak", ("efficiency",),
-        lambda tables: tables["efficiency"].filter(pl.col("mfu_ratio").is_not_null()),
-        columns=heads("rank", device_name="device", mfu_ratio="MFU", hfu_ratio="with recomputation",
-                      kernel_known_ratio="of kernels known",
-                      matrix_known_ratio="of matrix kernels"),
-        legend="a lower bound where not all matrix kernels are known; by operator: "
-        "haiprof trace efficiency",
-    ),
-    View(
-        "Copies and sets", ("memory_bandwidth",), copies,
-        columns=heads(copy_kind="kind", copy_count="count", bytes="size", busy_ns="time",
-                      mean_bytes_per_s="bandwidth"),
-    ),
-    View(
-        "GPU counters", ("gpu_counters",), None,
-        columns=heads("rank", "device", name="counter", sample_count="samples", mean_value="mean",
-                      min_value="lowest", max_value="highest"),
-    ),
-    View(
-        "Nodes of CUDA graphs that are no GPU work", ("graph_nodes",), None,
-        columns=heads("rank", "device", name="node", count="count", sum_ns="time", mean_ns="mean",
-                      max_ns="longest"),
-        legend="the stream waits for a node on the host (HostNode)",
-    ),
-    View(
-        "Calls of the operating system by threads that launch work", ("os_calls",),
-        lambda tables: tables["os_calls"].filter("is_launching"),
-        columns=heads("rank", name="call", count="calls", sum_ns="time", mean_ns="mean",
-                      max_ns="longest"),
-    ),
-    View(
-        "Communication by part of the job", ("communication_parts",), communication_parts,
-        columns=heads("rank", "device", "part", group_count="groups", collective_count="count",
-                      time_ns="time", exposed_ns="exposed", exposed_ratio="of the span",
-                      wait_ns="waited for others"),
-        legend="exposed: no kernel computes; of a pipeline that is its bubble and its transfers",
-    ),
-    View(
-        "Collectives of one rank", ("rank_collectives",), rank_collectives,
-        columns=heads(process_group="group", part="part", kind="kind", dtype="type",
-                      group_size="ranks", collective_count="count", bytes="size", time_ns="time",
-                      algorithm_bandwidth_bytes_per_s="bandwidth",
-                      bus_bandwidth_bytes_per_s="bus bandwidth"),
-        legend="the time holds waiting for other ranks: bandwidths are lower bounds",
-    ),
-    View(
-        "Collectives: from the last rank's arrival on", ("process_groups",), None,
-        columns=heads(process_group="group", part="part", kind="kind", group_size="ranks",
-                      collective_count="count", timed_count="timed", bytes="size",
-                      transfer_ns="transfer", bus_bandwidth_bytes_per_s="bus bandwidth",
-                      link_bytes_per_s="link's peak", link_ratio="of it"),
-        legend="the link's peak: ", answer="link_source",
-    ),
-    View(
-        "Who is late at collectives", ("lateness", "stragglers"),
-        lambda tables: tables["lateness"].join(
-            tables["stragglers"], on="rank", how="left", maintain_order="left", suffix="_any"),
-        columns=heads("rank", "part", late_ns="later per step", low_ns="from", high_ns="to",
-                      last_ratio="last", held_up_ns="held others up", waited_ns="waited itself"),
-        answer="said",
-    ),
-)  # fmt: skip
+_ROWS = {each.__name__: each for each in (
+    gpu_time, step_time, kernel_types, idle, launches, queues, copies, operators,
+    communication_parts, rank_collectives, known_efficiency, launching_calls, late_ranks,
+)}  # fmt: skip
+VIEWS = tuple(
+    View(**{**each, "columns": [*each["columns"].items()], "rows": _ROWS.get(each.get("rows"))})
+    for each in HEADINGS["trace_report"]
+)
 
 
 def trace_view(report: TraceReport) -> RenderableType:
@@ -331,7 +237,7 @@ def shown_tables(report: TraceReport) -> Iterator[tuple[View, pl.DataFrame]]:
                 answers = found[view.answer].drop_nulls() if view.answer else [""]
                 legend = f"{view.legend}{answers[0]}" if len(answers) else ""
                 about = legend if told else ""
-                yield replace(view, columns=tuple(columns), legend=about), found
+                yield replace(view, columns=columns, legend=about), found
 
 
 _OPTIONAL = (
