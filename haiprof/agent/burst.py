@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from haiprof.base.errors import RunFormatError
 from haiprof.base.options import ENV_NSYS, Options
 from haiprof.base.safe_files import MadeFolder, open_to_append, remove_file
+from haiprof.base.version import PACKAGE
 from haiprof.linux.procfs import read_text
 from haiprof.run_format.layout import NodePaths
 from haiprof.run_format.reader import read_records
@@ -43,20 +45,8 @@ class Refusal(NamedTuple):
     remedy: str
 
 
-# Patterns of what nsys prints, its meaning, and the remedy. The first match counts.
-_WORDS = (
-    ("Insufficient privilege|ERR_NVGPUCTRPERM",
-     "this user may not read the GPU's performance counters",
-     "an administrator sets NVreg_RestrictProfilingToAdminUsers=0 for the NVIDIA driver and "
-     "reloads it (developer.nvidia.com/ERR_NVGPUCTRPERM)"),
-    ("Already under profiling", "another tool holds the GPU's performance counters",
-     "end the other profiler, or pause DCGM's: dcgmi profile --pause, afterwards --resume"),
-    ("Unsupported architecture", "Nsight Systems cannot sample this GPU",
-     "Turing or newer; a newer Nsight Systems knows newer GPUs"),
-    ("None of the installed GPUs are supported", "Nsight Systems can sample none of the GPUs here",
-     "a newer Nsight Systems knows newer GPUs"),
-    ("No space left on device", "the disk is full", "free space below the log directory"),
-)  # fmt: skip
+_WORDS = json.loads((PACKAGE / "agent" / "nsys_words.json").read_bytes())
+"""Patterns of what nsys prints, its meaning, and the remedy; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +113,10 @@ def probe_nsys(
 def meaning(output: str, otherwise: str) -> Refusal:
     """Why nsys failed, from its output, with its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    for words, reason, remedy in _WORDS:
-        line = next((line for line in lines if re.search(words, line)), None)
+    for each in _WORDS:
+        line = next((line for line in lines if re.search(each["words"], line)), None)
         if line is not None:
-            return Refusal(f"{reason} (nsys: {line})", remedy)
+            return Refusal(f"{each['reason']} (nsys: {line})", each["remedy"])
     last = f" (nsys: {lines[-1]})" if lines else ""
     return Refusal(f"{otherwise}{last}", "run nsys profile --gpu-metrics-devices=help")
 

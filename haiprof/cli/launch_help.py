@@ -6,7 +6,7 @@ import platform
 
 from haiprof.base.options import INTERVAL_HELP, OPTIONS
 from haiprof.base.trace_options import OptionSpec, TraceOptions
-from haiprof.base.version import __version__
+from haiprof.base.version import PACKAGE, __version__
 from haiprof.cli.command_line import table, wrap
 from haiprof.cli.names import COMMANDS, FIRST_WORDS, GROUPS, second_words
 
@@ -62,30 +62,6 @@ haiprof finds out why a PyTorch training job is slow, without changes to its cod
   haiprof doctor                       what can be measured on this node
 Every command: haiprof --help; one of them: haiprof help verdict
 """
-_BASH = """\
-_haiprof() {
-    local word="${COMP_WORDS[COMP_CWORD]}" first="${COMP_WORDS[1]}"
-    COMPREPLY=()
-    if [[ $COMP_CWORD -eq 1 && $word != -* ]]; then
-        COMPREPLY=($(compgen -W "@WORDS@" -- "$word") $(compgen -f -- "$word"))
-    elif [[ $COMP_CWORD -eq 2 && $first == trace ]]; then
-        COMPREPLY=($(compgen -W "@TRACE@" -- "$word") $(compgen -f -- "$word"))
-    elif [[ $COMP_CWORD -eq 2 && $first == verdict ]]; then
-        COMPREPLY=($(compgen -W "@VERDICT@" -- "$word") $(compgen -f -- "$word"))
-    elif [[ ${COMP_WORDS[COMP_CWORD-1]} == --to ]]; then
-        COMPREPLY=($(compgen -W "@EXPORT@" -- "$word"))
-    elif [[ " @WORDS@ " == *" $first "* && $word == -* ]]; then
-        COMPREPLY=($(compgen -W "@COMMON@" -- "$word"))
-    elif [[ $first == help ]]; then
-        COMPREPLY=($(compgen -W "@WORDS@" -- "$word"))
-    elif [[ $word == -* ]]; then
-        COMPREPLY=($(compgen -W "@OPTIONS@" -- "$word"))
-    else
-        COMPREPLY=($(compgen -f -- "$word"))
-    fi
-}
-complete -o filenames -F _haiprof haiprof
-"""
 _ZSH = """\
 autoload -U +X bashcompinit && bashcompinit
 """
@@ -96,7 +72,7 @@ def completion_script(shell: str) -> str:
     options = [f"--{spec.name}" for spec in OPTIONS]
     if shell == "fish":
         return _fish_script(options)
-    filled = _BASH
+    filled = (PACKAGE / "cli" / "completion.bash").read_text(encoding="utf-8")
     for mark, words in {
         "@WORDS@": FIRST_WORDS, "@TRACE@": second_words("trace"), "@COMMON@": _COMMON,
         "@VERDICT@": second_words("verdict"), "@EXPORT@": second_words("export"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,40 +12,23 @@ from typing import NamedTuple
 
 from haiprof.agent.samplers.table import ALL_METRICS, ChangingSampler, Node
 from haiprof.base.units import NS_PER_S
+from haiprof.base.version import PACKAGE
 from haiprof.linux.procfs import MountEntry, ProcFile, file_reading, mount_entries, unescape
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value, os_status, refused_reading
 from haiprof.run_format.tables import FILESYSTEM
 
 NFS_TYPES = ("nfs", "nfs4")
 LUSTRE = "lustre"
-# Other network file systems: their clients count nothing that could be read here.
-UNCOUNTED = {
-    "beegfs": "the BeeGFS client keeps no byte counters (its servers do: `beegfs` stats)",
-    "fuse.hf3fs": "the 3FS client sends its counters to its own monitor alone",
-    **dict.fromkeys(
-        (
-            "9p", "afs", "ceph", "cifs", "daos", "fuse.ceph", "fuse.ceph-fuse", "fuse.daos",
-            "fuse.dfuse", "fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs", "fuse.mount-s3",
-            "fuse.s3fs", "fuse.sshfs", "gpfs", "panfs", "pvfs2", "smb3", "virtiofs", "wekafs",
-        ),
-        "haiprof knows no byte counters of this file system's client",
-    ),
-}  # fmt: skip
+_DATA = json.loads((PACKAGE / "agent" / "samplers" / "filesystem.json").read_bytes())
+"""Other network file systems, and requests and calls that name files or ask for attributes: those
+of NFS that carry data, keep state or locks are left out."""
+_UNKNOWN = "haiprof knows no byte counters of this file system's client"
+UNCOUNTED = {**_DATA["uncounted"], **dict.fromkeys(_DATA["unknown"], _UNKNOWN)}
+"""By type: why nothing could be read of it."""
 
 _U64, _I63 = 1 << 64, 1 << 63
 _U64_DIGITS = 20
 _MS = 1_000_000
-# Requests and calls that name files or ask for attributes. Those of NFS that carry data, keep
-# state or locks are left out.
-_NFS_METADATA = (
-    "GETATTR", "SETATTR", "LOOKUP", "LOOKUPP", "ACCESS", "READLINK", "CREATE", "MKDIR", "SYMLINK",
-    "MKNOD", "REMOVE", "RMDIR", "RENAME", "LINK", "READDIR", "READDIRPLUS", "OPEN", "OPEN_NOATTR",
-    "OPEN_CONFIRM", "OPEN_DOWNGRADE", "CLOSE",
-)  # fmt: skip
-_LUSTRE_METADATA = (
-    "open", "close", "getattr", "setattr", "readdir", "create", "mknod", "mkdir", "link",
-    "symlink", "unlink", "rmdir", "rename",
-)  # fmt: skip
 
 NFS_COLUMNS = FILESYSTEM.names("read_bytes", "metadata_queue_ns")
 LUSTRE_COLUMNS = ("read_bytes", "write_bytes", "metadata_count")
@@ -108,8 +92,8 @@ def _of_requests(requests: Mapping[str, Sequence[int]]) -> dict[str, int | None]
     if not requests:
         return {}
     values: dict[str, int | None] = {}
-    known = (("server_read", ("READ",)), ("server_write", ("WRITE",)), ("metadata", _NFS_METADATA))
-    for column, names in known:
+    known = {"server_read": ["READ"], "server_write": ["WRITE"], "metadata": _DATA["nfs_metadata"]}
+    for column, names in known.items():
         own = [requests[name] for name in names if name in requests]
         if own or column == "metadata":
             values[f"{column}_count"] = sum(numbers[0] for numbers in own)
@@ -131,7 +115,7 @@ def lustre_values(content: bytes) -> Sequence[int | None]:
     lines = {words[0]: words for words in (line.split() for line in content.split(b"\n")) if words}
     if b"snapshot_time" not in lines:
         raise ValueError("no snapshot_time")
-    calls = (lines.get(name.encode()) for name in _LUSTRE_METADATA)
+    calls = (lines.get(name.encode()) for name in _DATA["lustre_metadata"])
     moved = (_in_range(int(lines[name][6])) if name in lines else 0
              for name in (b"read_bytes", b"write_bytes"))  # fmt: skip
     return (*moved, sum(int(words[1]) for words in calls if words))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.base import units
+from haiprof.base.version import PACKAGE
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import (
     count_text,
@@ -36,16 +38,8 @@ if TYPE_CHECKING:  # a list of runs has words of this file, and reads no run
 
 SHOWN_FATES = 12
 _FRAMES = 12
-WORDS = {
-    "exception": "exception", "out_of_memory": "out of memory", "killed": "killed",
-    "crash": "crash", "exit": "exit status", "early_exit": "early exit", "hang": "hang",
-    "deadlock": "deadlock", "mismatch": "collective mismatch", "node_lost": "node lost",
-    "never_started": "not started",
-    "shared_memory_full": "/dev/shm full", "disk_full": "disk full", "time_limit": "time limit",
-    "preempted": "preempted", "requeued": "requeued", "evicted": "evicted",
-    "cancelled": "cancelled", "signal": "signal",
-    "interrupted": "interrupted", "launcher": "launcher", "gone": "gone", "unknown": "not known",
-}  # fmt: skip
+_SAID = json.loads((PACKAGE / "show" / "views" / "deaths.json").read_bytes())
+WORDS: Mapping[str, str] = _SAID["causes"]
 """Causes in a word, by their slugs."""
 
 
@@ -198,28 +192,13 @@ def exit_report(verdict: Verdict, run: RunHeader) -> str:
     return "\n".join(lines) + "\n"
 
 
-_ACCOUNT_WORDS = {"init": "init and import", "uncertain_steps": "steps that may be lost",
-                  "drain": "after training", "unknown": "not known"}  # fmt: skip
-"""Accounts whose names do not say what they are."""
-_MEANINGS = {
-    "productive_steps": "training, without what is below",
-    "input": "in these steps, waiting for batches",
-    "checkpoint": "save and restore",
-    "init": "from a process's start to its first step",
-    "waiting_for_ranks": "in torch.distributed, before the first step",
-    "hang": "nothing moved",
-    "lost_steps": "trained again, or never finished",
-    "uncertain_steps": "no checkpoint of them was seen: they may be trained again",
-    "drain": "from the last step, or a death, to the end",
-    "queue": "between runs",
-    "unknown": "no rank was recorded",
-}
 SCHEMA = "haiprof.goodput.1"
 
 
 def account_text(name: str) -> str:
     """An account, as people see it."""
-    return _ACCOUNT_WORDS.get(name) or name.replace("_", " ")
+    # The data file has those whose names do not say what they are.
+    return _SAID["accounts"].get(name) or name.replace("_", " ")
 
 
 def fate_text(start: Start) -> str:
@@ -267,8 +246,8 @@ def _rows(found: Goodput) -> Iterator[tuple[str, str, str, str]]:
 
     for name in ACCOUNTS:
         if ns := found.accounts.get(name):
-            share = share_text(ns, found.wall_ns)
-            yield account_text(name), units.duration_text(ns), share, _MEANINGS.get(name, "")
+            share, meaning = share_text(ns, found.wall_ns), _SAID["meanings"].get(name, "")
+            yield account_text(name), units.duration_text(ns), share, meaning
     whole, rest = share_text(found.wall_ns, found.wall_ns), found.residual_ns
     yield "all", units.duration_text(found.wall_ns), whole, f"in none of these: {rest} ns"
 
