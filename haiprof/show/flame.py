@@ -66,9 +66,13 @@ def run_flames(
         beside = theirs and _flame_source(other, theirs, run=other.run.root.name)
         sources += [beside] if beside and len(beside.samples.stack) else []
         notes += [] if len(sources) > 1 else [f"{other.run.root.name}: no stacks were sampled"]
-    graph = flame_graph(sources)
+    graph, missing = flame_graph(sources), ""
+    if not len(found.samples.stack):
+        missing = "no stacks were sampled (`--recorder` left them out, or the run was too short)"
+    elif not (found.table.sample >= 0).any():
+        missing = "no sample fell into the steps that count"
     own = graph if len(sources) == 1 else flame_graph(sources[:1])
-    return RunFlames(run=name, graph=graph, lines=line_table(own), missing=_why_none(found),
+    return RunFlames(run=name, graph=graph, lines=line_table(own), missing=missing,
                      notes=tuple(map(printable, notes)))  # fmt: skip
 
 
@@ -84,14 +88,6 @@ def _flame_source(analyzer: RunFrames, found: RunLedger, *, run: str = "") -> Fl
         steps=select_judged_steps(last_attempts(analyzer.steps())),
         lineless=lacks_line(found.table),
     )  # fmt: skip
-
-
-def _why_none(found: FlameSource) -> str:
-    """Why there is no flame graph; empty where there is one."""
-    if not len(found.samples.stack):
-        return "no stacks were sampled (`--recorder` left them out, or the run was too short)"
-    seen = (found.table.sample >= 0).any()
-    return "" if seen else "no sample fell into the steps that count"
 
 
 LINE_PARTS = (*POSITIONS, *(name for name in CODE_PHASES if name not in POSITIONS))

@@ -67,7 +67,11 @@ def dot(graph: GraphDrawing) -> str:
         'color="#808080", margin="0.08,0.04"];',
         '  edge [arrowsize=0.6, color="#404040"];',
     ]
-    lines += _legend()
+    cells = "".join(f'<td bgcolor="{colour}">{text}</td>' for text, colour in _LEGEND)
+    said = "dashed: calls; solid: order on a thread; orange: launch, stream; bold: waits"
+    rows = f'<tr>{cells}</tr><tr><td colspan="{len(_LEGEND)}">{said}</td></tr>'
+    table = f'<table border="0" cellborder="0" cellspacing="4">{rows}</table>'
+    lines.append(f'  label=<{table}>; labelloc=t; fontname="Helvetica"; fontsize=11;')
     for row in graph.nodes.iter_rows(named=True):
         label = "\\n".join(map(_quote, _label(row)))
         lines.append(f'  n{row["node"]} [label="{label}", fillcolor="{_colour(row)}", '
@@ -100,14 +104,6 @@ def graphml(graph: GraphDrawing) -> str:
         lines.append(f'    <edge source="{before}" target="{after}">'
                      f'<data key="why">{why}</data></edge>')  # fmt: skip
     return "\n".join([*lines, "  </graph>", "</graphml>", ""])
-
-
-def _legend() -> list[str]:
-    cells = "".join(f'<td bgcolor="{colour}">{text}</td>' for text, colour in _LEGEND)
-    said = "dashed: calls; solid: order on a thread; orange: launch, stream; bold: waits"
-    rows = f'<tr>{cells}</tr><tr><td colspan="{len(_LEGEND)}">{said}</td></tr>'
-    table = f'<table border="0" cellborder="0" cellspacing="4">{rows}</table>'
-    return [f'  label=<{table}>; labelloc=t; fontname="Helvetica"; fontsize=11;']
 
 
 def _label(row: dict[str, object]) -> list[str]:

@@ -239,21 +239,16 @@ def step_data(steps: pl.DataFrame, start_ns: int) -> dict[str, Any]:
     ranks, firsts = np.unique(ordered["rank"].to_numpy(), return_index=True)
     limit = points_per_series(len(ranks), *_STEP_POINTS)
     values = ordered.select(pl.col(columns).cast(pl.Float64).fill_null(np.nan)).to_numpy()
-    tables = [
-        _step_data_thin(own, start_ns, limit) for own in np.split(values, firsts[1:]) if len(own)
-    ]
+    tables = []
+    for own in np.split(values, firsts[1:]) if len(values) else ():
+        seconds, step_ns = (own[:, 0] - start_ns) / NS_PER_S, own[:, 1]
+        ends = seconds + step_ns / NS_PER_S
+        kept = thin_points(step_ns, limit=limit)
+        lines = [own[:, 2], *(own[:, 3 + place] / NS_PER_MS for place in range(len(PHASES)))]
+        tables.append(np.array(with_gaps(kept, gap_starts(seconds, ends), [seconds, *lines], ends)))
     whole = np.concatenate(tables, axis=1) if tables else np.empty((2 + len(PHASES), 0))
     return {
         "ranks": ranks.tolist(), "counts": [table.shape[1] for table in tables],
         "time": single_floats(whole[0]), "step": single_floats(whole[1]),
         "phases": {phase: half_floats(whole[2 + place]) for place, phase in enumerate(PHASES)},
     }  # fmt: skip
-
-
-def _step_data_thin(table: Floats, start_ns: int, limit: int) -> Floats:
-    """[time, step, phases ...] by point."""
-    seconds, step_ns = (table[:, 0] - start_ns) / NS_PER_S, table[:, 1]
-    ends = seconds + step_ns / NS_PER_S
-    kept = thin_points(step_ns, limit=limit)
-    values = [table[:, 2], *(table[:, 3 + place] / NS_PER_MS for place in range(len(PHASES)))]
-    return np.array(with_gaps(kept, gap_starts(seconds, ends), [seconds, *values], ends))

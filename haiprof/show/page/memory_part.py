@@ -145,25 +145,21 @@ def _peaks(analyzer: RunFrames, judged: SeriesReader, start_ns: int) -> list[_Pe
     if not ranks:
         return []
     steps, spans = analyzer.steps(), analyzer.phases(ranks)
-    return [_peak(rank, tops[rank], steps, spans, start_ns) for rank in ranks]
-
-
-def _peak(
-    rank: int, own: OwnerSeries, steps: pl.DataFrame, spans: pl.DataFrame, start_ns: int
-) -> _Peak:
-    place = int(own.values.argmax())
-    time_ns, start = int(own.time_ns[place]), pl.col("start_ns")
-    begun = (pl.col("rank") == rank) & (start <= time_ns)
-    step = steps.filter(begun, time_ns < start + pl.col("step_ns"))["step"]
-    phase = spans.filter(
-        begun, time_ns < start + pl.col("duration_ns"), pl.col("phase").is_in(PHASES)
-    ).sort("duration_ns")["phase"]
-    return _Peak(
-        rank=rank, seconds=(time_ns - start_ns) / NS_PER_S,
-        highest_bytes=float(own.values[place]), first_bytes=float(own.values[0]),
-        last_bytes=float(own.values[-1]), step=int(step[0]) if len(step) else None,
-        phase=str(phase[0]) if len(phase) else None,
-    )  # fmt: skip
+    found, start = [], pl.col("start_ns")
+    for rank in ranks:
+        values = tops[rank].values
+        time_ns = int(tops[rank].time_ns[place := int(values.argmax())])
+        begun = (pl.col("rank") == rank) & (start <= time_ns)
+        step = steps.filter(begun, time_ns < start + pl.col("step_ns"))["step"]
+        phase = spans.filter(
+            begun, time_ns < start + pl.col("duration_ns"), pl.col("phase").is_in(PHASES)
+        ).sort("duration_ns")["phase"]
+        found.append(_Peak(
+            rank=rank, seconds=(time_ns - start_ns) / NS_PER_S, highest_bytes=float(values[place]),
+            first_bytes=float(values[0]), last_bytes=float(values[-1]),
+            step=int(step[0]) if len(step) else None, phase=str(phase[0]) if len(phase) else None,
+        ))  # fmt: skip
+    return found
 
 
 def _with_marks(data: dict[str, Any], peaks: Sequence[_Peak]) -> dict[str, Any]:

@@ -232,9 +232,16 @@ def _sampling_lines(seen: Sequence[SampledStacks], analyzer: RunFrames) -> Itera
         if not each.shares:
             why = printable(each.problem or "not known")
             yield Text(f"rank {each.rank}: no stacks: {why}", style="yellow")
-        else:
-            yield _attach_headline(each, cores.get(each.rank))
-            yield from _shares(each)
+            continue
+        yield _attach_headline(each, cores.get(each.rank))
+        line = Text("  ")
+        for phase in PHASES:
+            if phase in each.shares:
+                line.append(f"{phase} ", style=PHASE_COLORS.get(phase, ""))
+                line.append(f"{ratio_text(each.shares[phase])} ±{100 * each.margin(phase):.0f}  ")
+        yield line
+        for frame, share in each.hottest:
+            yield one_line(f"  {ratio_text(share)} at {printable(frame)}")
     yield Text(
         "From outside: no steps are counted, no step times known, and a share of samples is not a "
         "share of GPU time. haiprof attach --inject measures them, as does a job started under "
@@ -256,14 +263,3 @@ def _attach_headline(seen: SampledStacks, cores: float | None) -> Text:
     if seen.sample_count < _ENOUGH_SAMPLES:
         text += f"; too few to judge by: take more than {_ENOUGH_SAMPLES / RATE_HZ:.0f} s"
     return Text(text, style="bold")
-
-
-def _shares(seen: SampledStacks) -> Iterator[RenderableType]:
-    line = Text("  ")
-    for phase in PHASES:
-        if phase in seen.shares:
-            line.append(f"{phase} ", style=PHASE_COLORS.get(phase, ""))
-            line.append(f"{ratio_text(seen.shares[phase])} ±{100 * seen.margin(phase):.0f}  ")
-    yield line
-    for frame, share in seen.hottest:
-        yield one_line(f"  {ratio_text(share)} at {printable(frame)}")
