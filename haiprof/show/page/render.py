@@ -51,7 +51,7 @@ _POLICY = (
 _UNIT = re.compile(r"(?<=\d) (?=%|[nµm]?s\b|[KMGT]iB\b)")
 """Where no line may be broken: between a number and its unit."""
 
-_FILTERS = (text.printable, text.value_text, text.moment_text, text.count_text, text.steps_text,
+_FILTERS = (text.printable, text.value_text, text.moment_text, text.steps_text,
             text.share_text, position_words, gain_text, duration_text, bytes_text)  # fmt: skip
 """What templates have under these names."""
 Link = Callable[[Path], str]  # Address at which a trace opens in Perfetto; empty for none

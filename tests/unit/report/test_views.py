@@ -17,7 +17,7 @@ from haiprof.show.card import save_card_svg, save_verdict, verdict_card, view_te
 from haiprof.show.rank_summary import one_rank_summary
 from haiprof.show.run_header import RunHeader, manifest_or_none, run_header
 from haiprof.show.summary import overview_summary
-from haiprof.show.views.blocks import label_table
+from haiprof.show.views.blocks import LabelTable
 from haiprof.show.views.jobs import JOBS, RANK, RANKS, Selection, top_view
 from haiprof.show.views.run import overview_view, rank_view
 from tests.unit.diagnosis.stories import verdict_of
@@ -289,7 +289,7 @@ def test_bytes_of_a_process_are_not_headed_as_calls(tmp_path: Path) -> None:
 
 def test_a_path_that_fits_on_a_line_is_not_broken() -> None:
     path, label = f"/data/{'x' * 50}.json", "tables, of which, there are, several"
-    table = label_table([(label, f"{path}: why"), ("other", "a reason")])
+    table = LabelTable([(label, f"{path}: why"), ("other", "a reason")])
     shown = view_text(table, width=70).splitlines()
     assert shown[0].rstrip() == label
     assert shown[1].rstrip() == f"  {path}: why"
