@@ -314,17 +314,15 @@ class Finisher:
         folder = self.run.trace_parts
         names = list_names(folder)
         settled = all(name.startswith(AGREED_PREFIX) for name in names)
-        if not settled or any(map(self._may_run, self.run.rank_folders())):
+        reports = [try_read_json(paths.report) for _, _, paths in self.run.rank_folders()]
+        # A rank of another host may still run.
+        ended = (r.get("host") == self.host and not process_exists(r.get("pid")) for r in reports)
+        if not settled or not all(ended):
             return
         with suppress(OSError):  # read-only by now, or somebody has just written into it
             for name in names:
                 safe_files.remove_file(folder / name, below=self.run.root)
             safe_files.remove_folder(folder, below=self.run.root)
-
-    def _may_run(self, found: tuple[int, int, RankPaths]) -> bool:
-        """Whether a rank still runs; one of another host may."""
-        report = try_read_json(found[2].report)
-        return report.get("host") != self.host or process_exists(report.get("pid"))
 
     def _is_reported(self, paths: RankPaths) -> bool:
         """Whether a rank of this host reported the result of a window, or cannot any more."""

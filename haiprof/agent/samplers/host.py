@@ -355,7 +355,9 @@ class CgroupSampler(ChangingSampler):
         for path, (cgroups, limits) in list(self._unlimited.items()):
             if any(map(_is_set, limits)):
                 self._limited[path] = cgroups
-                _close(self._unlimited.pop(path)[1])
+                del self._unlimited[path]
+                for limit in limits:
+                    limit.close()
         above = {(self._seen, path): (PurePosixPath(path).name or path, cgroups)
                  for path, cgroups in self._limited.items()}  # fmt: skip
         return {(self._seen, ""): (OWN, self._cgroups), **above}
@@ -407,14 +409,9 @@ class CgroupSampler(ChangingSampler):
         return (memberships, *map(inode, self._folders))
 
     def _close_limits(self) -> None:
-        for _, limits in self._unlimited.values():
-            _close(limits)
+        for limit in (limit for _, limits in self._unlimited.values() for limit in limits):
+            limit.close()
         self._unlimited = {}
-
-
-def _close(limits: Iterable[Limit]) -> None:
-    for limit in limits:
-        limit.close()
 
 
 def _above(cgroups: Places) -> dict[str, dict[str, Cgroup]]:

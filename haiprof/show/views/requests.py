@@ -80,15 +80,13 @@ def _suspects(
             f"rank {suspect.rank}",
             Text(printable(suspect.reason)),
             *([one_line(f"doing: {suspect.doing}")] if suspect.doing else []),
-            *_details(details.get(suspect.rank)),
+            *(_details(known) if (known := details.get(suspect.rank)) else ()),
         )
     if len(suspects) > MOST_SUSPECTS:
         yield Text(f"and {len(suspects) - MOST_SUSPECTS} more (--json has all)", style="dim")
 
 
-def _details(details: SuspectDetails | None) -> Iterator[RenderableType]:
-    if details is None:
-        return
+def _details(details: SuspectDetails) -> Iterator[RenderableType]:
     for frame in (details.native or ())[-NATIVE_FRAMES:]:
         yield one_line(f"  {printable(frame)}")
     if details.gpu:  # `memory_used_bytes`: its unit is its last word

@@ -57,14 +57,6 @@ def link_view(shares: Sequence[LinkShare], alone: Sequence[str]) -> RenderableTy
             _part(share.operator_linked_count, share.operator_count),
             _part(share.kernel_linked_count, share.kernel_count),
         )  # fmt: skip
-    return Group(table, *_remarks(shares, alone))
-
-
-def _part(count: int, whole: int) -> str:
-    return f"{count} of {whole} ({count / whole:.1%})" if whole else "-"
-
-
-def _remarks(shares: Sequence[LinkShare], alone: Sequence[str]) -> list[Text]:
     lines: dict[str, list[int]] = {}
     for share in shares:
         said = [f"{count} {reason}" for reason, count in share.not_linked.items()]
@@ -74,7 +66,11 @@ def _remarks(shares: Sequence[LinkShare], alone: Sequence[str]) -> list[Text]:
         for line in [*said, *share.notes]:
             lines.setdefault(line, []).append(share.rank)
     own = [f"rank {', '.join(map(str, ranks))}: {line}" for line, ranks in lines.items()]
-    return [Text(line, style="dim") for line in (*own, *alone)]
+    return Group(table, *(Text(line, style="dim") for line in (*own, *alone)))
+
+
+def _part(count: int, whole: int) -> str:
+    return f"{count} of {whole} ({count / whole:.1%})" if whole else "-"
 
 
 _COLUMNS = heads("rank", merged_count="events", method="clock", moved_ns="applied",
