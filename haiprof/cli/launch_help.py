@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 
 from haiprof.base.options import INTERVAL_HELP, OPTIONS
@@ -13,22 +14,9 @@ from haiprof.cli.names import COMMANDS, FIRST_WORDS, GROUPS, second_words
 SHELLS = ("bash", "zsh", "fish")
 MIN_WIDTH, MAX_WIDTH = 60, 100
 _COMMON = ("--json", "--log-dir", "--help")
-_ABOUT = "haiprof finds out why a PyTorch training job is slow, without changes to its code."
-_USAGE = (
-    ("haiprof train.py", "record the whole run, end with a verdict"),
-    ("haiprof --time 120 train.py --lr 0.1", "record 120 s; --lr is the script's"),
-    ("haiprof torchrun --nproc-per-node 8 train.py", "all ranks of this node; any launcher works"),
-    ("srun haiprof torchrun --nnodes 4 ... train.py", "all ranks of all nodes (docs/options.md)"),
-    ("haiprof --steps 100:105 train.py", "also trace steps 100 to 104 with torch.profiler"),
-)
-_MORE_USAGE = (
-    ("haiprof -m pkg.train", "a module, as python -m"),
-    ("haiprof python -c CODE", "code on the command line"),
-    ("haiprof bash -c '...'", "a shell"),
-    ("haiprof train.py --time 120", "--time and --options profile.* may follow the script"),
-    ("haiprof -- train.py --time 5", "arguments after -- are passed to the command unchanged"),
-    ("haiprof trace train.py", "the same as haiprof --trace train.py"),
-)
+_FOLDER = PACKAGE / "cli"
+BRIEF = (_FOLDER / "brief.txt").read_text(encoding="utf-8")
+_TEXT = json.loads((_FOLDER / "help.json").read_bytes())
 _FREQUENT = ("time", "warmup", "steps", "log-dir", "name")
 _OF_VERDICT = ("verdict overview | rank | lines", "the same run by rank, and by line of your code")
 _MORE_ROWS = [
@@ -36,32 +24,6 @@ _MORE_ROWS = [
     ("copy A B", COMMANDS["put"].text),
     ("help COMMAND", "options and examples; everything: haiprof --help-all"),
 ]
-_LAYERS = (
-    "Each option can also be given as --options profile.NAME=VALUE (repeatable), as an environment "
-    "variable (HAIPROF_TIME, HAIPROF_WARMUP, HAIPROF_RECORDERS, HAIPROF_GPU_INTERVAL, ...) and in "
-    "[tool.haiprof] of pyproject.toml. The command line wins over the environment, which wins over "
-    "pyproject.toml, and that over /etc/haiprof/config.toml. HAIPROF_ENABLED=0 runs the command "
-    "without haiprof."
-)
-_TRACING = (
-    "Tracing: torch.profiler records some steps of every rank into the traces/ folder of the run."
-)
-_READING = (
-    "Commands, after or while a job runs. DIR is a run directory, or a log directory whose newest "
-    "run is taken; without it, the log directory that a job started here would write to."
-)
-BRIEF = """\
-haiprof finds out why a PyTorch training job is slow, without changes to its code.
-  haiprof train.py                     record the run, and end with the verdict
-  haiprof torchrun --nproc-per-node 8 train.py
-  haiprof verdict                      the verdict on the newest run again
-  haiprof verdict overview             all ranks: steps, time split, counters
-  haiprof report --serve               all of it as a page in the browser
-  haiprof ls --live                    the jobs that run now
-  haiprof trace report                 GPU time, kernels, collectives of the newest run's traces
-  haiprof doctor                       what can be measured on this node
-Every command: haiprof --help; one of them: haiprof help verdict
-"""
 _ZSH = """\
 autoload -U +X bashcompinit && bashcompinit
 """
@@ -72,7 +34,7 @@ def completion_script(shell: str) -> str:
     options = [f"--{spec.name}" for spec in OPTIONS]
     if shell == "fish":
         return _fish_script(options)
-    filled = (PACKAGE / "cli" / "completion.bash").read_text(encoding="utf-8")
+    filled = (_FOLDER / "completion.bash").read_text(encoding="utf-8")
     for mark, words in {
         "@WORDS@": FIRST_WORDS, "@TRACE@": second_words("trace"), "@COMMON@": _COMMON,
         "@VERDICT@": second_words("verdict"), "@EXPORT@": second_words("export"),
@@ -111,8 +73,8 @@ def help_text(width: int = 100) -> str:
     rows.insert(1, _OF_VERDICT)
     rows += _MORE_ROWS
     return (
-        f"{wrap(_ABOUT, width)}\n\nRecord: put haiprof in front of any training command\n"
-        + table(_USAGE, width, 47)
+        f"{wrap(_TEXT['about'], width)}\n\nRecord: put haiprof in front of any training command\n"
+        + table(_TEXT["usage"], width, 47)
         + "\nOptions, before the script\n"
         + table(options, width)
         + "\nRead, after or while the job runs\n"
@@ -129,13 +91,13 @@ def full_help_text(width: int = 100) -> str:
         ("--options profile.NAME=VALUE", "any of these options, also as hai-platform takes them")
     )
     parts = [
-        f"{wrap(_ABOUT, width)}\n",
+        f"{wrap(_TEXT['about'], width)}\n",
         "Record: put haiprof in front of any training command\n"
-        + table((*_USAGE, *_MORE_USAGE), width, 47),
+        + table([*_TEXT["usage"], *_TEXT["more_usage"]], width, 47),
         f"Options, before the script\n{table(rows, width)}",
-        f"{wrap(_TRACING, width)}\n{table([_row(spec) for spec in tracing], width)}",
-        f"{wrap(_LAYERS, width)}\n",
-        f"{wrap(_READING, width)}\n",
+        f"{wrap(_TEXT['tracing'], width)}\n{table([_row(spec) for spec in tracing], width)}",
+        f"{wrap(_TEXT['layers'], width)}\n",
+        f"{wrap(_TEXT['reading'], width)}\n",
     ]
     parts += [f"{title}\n{group_rows(names, width)}" for title, names in GROUPS.items()]
     return "\n".join(parts)

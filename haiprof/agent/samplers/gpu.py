@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import math
 import os
 import queue
@@ -39,6 +40,7 @@ from haiprof.agent.samplers.nvml import (
 from haiprof.agent.samplers.table import CounterState, Missing, Node, TableSampler
 from haiprof.base.options import ENV_DCGM_URL
 from haiprof.base.units import NS_PER_S
+from haiprof.base.version import PACKAGE
 from haiprof.linux.procfs import read_text
 from haiprof.linux.readings import (
     Clock,
@@ -203,20 +205,8 @@ _RATE_LIMIT = 1e13  # bytes/s; a larger value is DCGM's blank
 _DCGM_REMEDY = f"run dcgm-exporter with its profiling fields on this node, or set {ENV_DCGM_URL}"
 _FIELDS_REMEDY = "add the field to the exporter's configuration (dcp-metrics-included.csv has all)"
 
-FIELDS = dict(
-    zip(
-        DCGM.names("engine_active_ratio", "last_xid"),
-        (
-            "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY",
-            "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "DCGM_FI_PROF_DRAM_ACTIVE",
-            "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "DCGM_FI_PROF_PIPE_FP32_ACTIVE",
-            "DCGM_FI_PROF_PIPE_FP16_ACTIVE", "DCGM_FI_PROF_PCIE_TX_BYTES",
-            "DCGM_FI_PROF_PCIE_RX_BYTES", "DCGM_FI_PROF_NVLINK_TX_BYTES",
-            "DCGM_FI_PROF_NVLINK_RX_BYTES", "DCGM_FI_DEV_XID_ERRORS",
-        ),
-        strict=True,
-    )
-)  # fmt: skip
+FIELDS = json.loads((PACKAGE / "agent" / "samplers" / "dcgm.json").read_bytes())
+"""By column, as the exporter names them."""
 
 # NAME{label="value",...} value [timestamp]: Prometheus text format 0.0.4
 _LINE = re.compile(r"^(DCGM_FI_\w+)\{(.*)\}\s+(\S+)(?:\s+-?\d+)?\s*$", re.MULTILINE)
