@@ -25,7 +25,8 @@ _SHARE = re.compile(r"(?:_share)?_ratio$")
 _UNIT_SUFFIX = re.compile(r"_(?:ns|bytes|bytes_per_s|ratio)$")
 Columns = Sequence[tuple[str, str]]  # Column of the frame and its heading
 HEADINGS = json.loads((PACKAGE / "show" / "views" / "tables.json").read_bytes())
-"""Tables of traces (`trace report`, `functions`, `tables`): columns with headings, in order."""
+"""Tables of traces (`trace report`, `functions`, `tables`): columns with headings, in order; and
+what stands below tables of the page."""
 
 
 def heads(*plain: str, **named: str) -> tuple[tuple[str, str], ...]:

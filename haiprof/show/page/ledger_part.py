@@ -16,7 +16,7 @@ from haiprof.diagnosis.explanations import main_callee
 from haiprof.diagnosis.machine_causes import LARGER_INPUTS
 from haiprof.diagnosis.run_ledger import RunLedger
 from haiprof.diagnosis.verdict import Finding, Verdict
-from haiprof.show.frame_table import PageTable, heads, page_table
+from haiprof.show.frame_table import HEADINGS, PageTable, heads, page_table
 from haiprof.show.page.counter_data import half_floats, single_floats
 from haiprof.show.series import thin_points
 from haiprof.show.text import count_text
@@ -139,37 +139,14 @@ def _series(found: RunLedger, accounts: Sequence[int]) -> dict[str, Any]:
 
 
 _OPERATOR_LIMIT, _OPPORTUNITY_LIMIT = 15, 8
+_NOTES = HEADINGS["page_notes"]
 _OPERATORS = heads("operator", "time_ns", time_ratio="of the step", roofline_ratio="roofline",
                    won_ns="to win", does="reaches", kind="kind", kernels="kernels")  # fmt: skip
-_OF_OPERATORS = (
-    "Per step, by GPU time. The roofline is what the GPU can do at most for this work: its peak of "
-    "computing or its memory's bandwidth, whichever takes longer. To win: at what such "
-    "operators usually reach. A dash: FLOPs, bytes or the GPU's peak are not known."
-)
-
 _HOST_OPERATORS = heads("operator", code="in", time_ns="time", time_ratio="of the step")
-_OF_HOST_OPERATORS = (
-    f"Per step, where each is innermost; the backward pass has the line of its forward pass. What "
-    f"helps: {HOST_OPERATORS_REMEDY}."
-)
 _GAP_LIMIT = 12
 _GAPS = heads(start_ns="begins at", rank="rank", idle_ns="idle", activity="the host",
               activity_ns="for", code="in", kernel="until")  # fmt: skip
-_OF_GAPS = (
-    "One by one. What the host did most of that time, and the kernel that ended it; times are "
-    "since the first step began."
-)
 _NAME_LENGTH = 32
-_HOST_DID = {
-    "operators": "launches operators", "python": "runs Python",
-    "outside operators": "nothing recorded",
-    "between kernels": "has launched the next", "between kernels, long": "has launched the next",
-    "wait: device": "waited for the device",
-    "wait: loader": "waits for input", "wait: sleep or lock": "sleeps or waits",
-    "wait: collective": "waits in a collective",
-    "allocation": "allocates or frees", "runtime calls": "calls the runtime",
-    "host not recorded": "not recorded",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +196,9 @@ def _tables(found: DeviceLedger) -> Iterator[PageTable]:
             pl.col("code").cast(pl.String).map_elements(_code_place, pl.String),
             time_ratio=pl.col("time_ns") / found.ledger.mean_ns,
         )  # fmt: skip
+        note = _NOTES["host_operators"].format(remedy=HOST_OPERATORS_REMEDY)
         yield page_table("Operators of the training thread", rows, _HOST_OPERATORS,
-                         limit=_OPERATOR_LIMIT, note=_OF_HOST_OPERATORS)  # fmt: skip
+                         limit=_OPERATOR_LIMIT, note=note)  # fmt: skip
     if found.on_device and len(found.gaps):
         yield _gaps(found)
 
@@ -229,7 +207,7 @@ def _gaps(found: DeviceLedger) -> PageTable:
     """Idle times one by one, with what the host did and which kernel ended them."""
     name = pl.col("operator").str.strip_chars("<>")
     rows = found.gaps.head(_GAP_LIMIT).with_columns(
-        pl.col("activity").str.strip_prefix("idle: ").replace([*_HOST_DID], [*_HOST_DID.values()]),
+        pl.col("activity").str.strip_prefix("idle: ").replace(_NOTES["host_did"]),
         code=pl.concat_str(
             pl.col("code").str.split("\n").list.last().map_elements(_code_place, pl.String),
             name,
@@ -241,7 +219,7 @@ def _gaps(found: DeviceLedger) -> PageTable:
         ),
         rank=pl.col("rank") if len(found.ranks) > 1 else None,
     )
-    return page_table("The longest idle times", rows, _GAPS, limit=_GAP_LIMIT, note=_OF_GAPS)
+    return page_table("The longest idle times", rows, _GAPS, limit=_GAP_LIMIT, note=_NOTES["gaps"])
 
 
 def _code_place(name: str) -> str:
@@ -264,4 +242,4 @@ def _operators(found: DeviceLedger) -> PageTable:
         for each in sorted(found.operators, key=lambda each: -each.ns_per_step)
     ]  # fmt: skip
     return page_table("Operators by GPU time", pl.DataFrame(rows, infer_schema_length=None),
-                      _OPERATORS, limit=_OPERATOR_LIMIT, note=_OF_OPERATORS)  # fmt: skip
+                      _OPERATORS, limit=_OPERATOR_LIMIT, note=_NOTES["operators"])  # fmt: skip

@@ -16,7 +16,7 @@ from haiprof.run_analysis.counters import OwnerSeries, SeriesReader, sort_series
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.show.figures.panel_table import MEMORY_PANELS, panel_metrics
 from haiprof.show.figures.style import PHASES, series_color
-from haiprof.show.frame_table import Fields, PageTable, page_records
+from haiprof.show.frame_table import HEADINGS, Fields, PageTable, page_records
 from haiprof.show.page.counter_data import LINE_LIMIT, counter_data
 from haiprof.show.text import printable
 
@@ -26,15 +26,6 @@ _SETTLED = 2
 _ALLOCATOR = "allocator"
 _RSS = ("process", "memory_rss_bytes")
 _OF_USE = {("host", "memory_available_bytes"), ("host", "memory_total_bytes")}
-_PEAK_WORDS = (
-    "Resident memory of a rank's process and its workers, while the steps ran that count; pages "
-    "that they share count once for each. ▼ marks it in the figure."
-)
-_GPU_WORDS = (
-    "As PyTorch's caching allocator counted where steps began. Kept between steps: parameters, "
-    "buffers, optimizer state, and gradients unless they are set to None. Added within a step: "
-    "activations and temporary tensors at the highest point."
-)
 _NO_TRACE = "no traced window with allocations: `--trace --trace-memory` records one"
 
 
@@ -62,7 +53,8 @@ def memory_part(
     )
     return MemoryPart(
         peaks=page_records(
-            "Highest memory of each rank", peaks, _PEAKS, left=("phase",), note=_PEAK_WORDS
+            "Highest memory of each rank", peaks, _PEAKS, left=("phase",),
+            note=HEADINGS["page_notes"]["memory_peaks"],
         ),
         gpu=_gpu_table(levels),
         held=page_records(
@@ -195,7 +187,7 @@ def _gpu_table(levels: Mapping[int, gpu_memory.GpuMemorySeries]) -> PageTable:
         ))  # fmt: skip
     more = max(0, len(order) - _RANK_LIMIT)
     title = "GPU memory of each rank, and what it held"
-    return PageTable(title, head, rows, more=more, note=_GPU_WORDS)
+    return PageTable(title, head, rows, more=more, note=HEADINGS["page_notes"]["gpu_memory"])
 
 
 _HELD: Fields = (
