@@ -186,10 +186,22 @@ def _kept_entry(run: RunPaths) -> RunEntry:
 
 
 def _count(entry: RunEntry) -> RunEntry:
-    """The entry with what takes reading the ranks' files; kept in the run once that is over."""
-    run = RunPaths(Path(entry.path))
+    """The entry with the most steps of a rank and why the job died; kept in a run that is over."""
+    from haiprof.live.follow import steps_so_far
+    from haiprof.run_analysis.run_frames import RunFrames
+
+    run, entry = RunPaths(Path(entry.path)), replace(entry, is_counted=True)
     stamp = None if entry.state == RUNNING else fingerprint(run, of=_SOURCES)
-    entry = _with_steps(run, entry)
+    try:
+        if entry.state == RUNNING:  # it has not died
+            entry = replace(entry, step_count=steps_so_far(run))
+        else:
+            frames = RunFrames(run.root)
+            death = next((death for death in frames.deaths() if death.final), None)
+            words = {} if death is None else _death_words(death.cause, death.ranks)
+            entry = replace(entry, step_count=frames.most_steps(), **words)
+    except HaiprofError as error:
+        entry = replace(entry, problem=entry.problem or str(error))
     if stamp:
         keep_answer(run, _KEPT_NAME, asdict(entry), valid_for=stamp)
     return entry
@@ -258,23 +270,6 @@ def _first_problem(content: Mapping[str, Any]) -> str | None:
 def _death_words(cause: str, ranks: Sequence[object]) -> dict[str, Any]:
     rank = ranks[0] if len(ranks) == 1 and type(ranks[0]) is int else None
     return {"died_of": WORDS[cause], "died_rank": rank}
-
-
-def _with_steps(run: RunPaths, entry: RunEntry) -> RunEntry:
-    """The entry with the steps of the rank that has most, and why the job died."""
-    from haiprof.live.follow import steps_so_far
-    from haiprof.run_analysis.run_frames import RunFrames
-
-    entry = replace(entry, is_counted=True)
-    try:
-        if entry.state == RUNNING:  # it has not died
-            return replace(entry, step_count=steps_so_far(run))
-        frames = RunFrames(run.root)
-        death = next((death for death in frames.deaths() if death.final), None)
-        words = {} if death is None else _death_words(death.cause, death.ranks)
-        return replace(entry, step_count=frames.most_steps(), **words)
-    except HaiprofError as error:
-        return replace(entry, problem=entry.problem or str(error))
 
 
 def _number(number: int | None) -> str:

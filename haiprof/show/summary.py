@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -92,32 +92,35 @@ def _values(stats: Mapping[str, MetricStat], *metrics: str, prefix: str = "") ->
 
 
 _ALL = "all"
-Line = Mapping[str, Any]
 
 
 def missing_sources(
     run: RunPaths, manifest: Manifest | None, present: Collection[tuple[str, str]]
 ) -> dict[str, str]:
     """Rows of panels without any sample, by title, each with the reason."""
-    lines = _agent_lines(run)
+    said: dict[tuple[Any, str], str] = {}
+    for _, node in run.node_folders():
+        try:
+            lines, _ = read_lines(node.events)
+        except RunFormatError as error:  # it counts for the node
+            lines = [{"type": "sampler_error", "source": "host", "reason": str(error)}]
+        for line in lines:
+            if line.get("type") in ("counter_missing", "sampler_error"):
+                of = line.get("source"), _stem(str(line.get("metric") or _ALL))
+                said.setdefault(of, str(line.get("reason")))
     chosen = manifest.options.get("recorder") if manifest else None
-    return {
-        row.title: _reason(row, chosen, lines)
-        for row in panel_table.PANEL_ROWS
-        if not panel_table.panel_metrics(row.panels).intersection(present)
-    }
-
-
-def _reason(row: panel_table.PanelRow, chosen: object, lines: Sequence[Line]) -> str:
-    if isinstance(chosen, list) and row.recorder not in chosen:
-        return f"the recorder `{row.recorder}` was left out by --recorder"
-    wanted = {(source, _stem(metric)) for source, metric in panel_table.panel_metrics(row.panels)}
-    wanted |= {(source, _ALL) for source in row.sources}
-    for line in lines:
-        metric = _stem(str(line.get("metric") or _ALL))
-        if (line.get("source"), metric) in wanted:
-            return str(line.get("reason"))
-    return "no sample was taken"
+    found = {}
+    for row in panel_table.PANEL_ROWS:
+        metrics = panel_table.panel_metrics(row.panels)
+        if metrics.intersection(present):
+            continue
+        wanted = {(source, _stem(metric)) for source, metric in metrics}
+        wanted |= {(source, _ALL) for source in row.sources}
+        why = next((why for of, why in said.items() if of in wanted), "no sample was taken")
+        if isinstance(chosen, list) and row.recorder not in chosen:
+            why = f"the recorder `{row.recorder}` was left out by --recorder"
+        found[row.title] = why
+    return found
 
 
 def _stem(metric: str) -> str:
@@ -125,18 +128,6 @@ def _stem(metric: str) -> str:
     for end in ("_per_s", "_ns", "_ratio"):
         metric = metric.removesuffix(end)
     return metric
-
-
-def _agent_lines(run: RunPaths) -> list[Line]:
-    """The agents' event lines about counters; an unreadable file counts for the node."""
-    found: list[Line] = []
-    for _, node in run.node_folders():
-        try:
-            lines, _ = read_lines(node.events)
-        except RunFormatError as error:
-            lines = [{"type": "sampler_error", "source": "host", "reason": str(error)}]
-        found += [x for x in lines if x.get("type") in ("counter_missing", "sampler_error")]
-    return found
 
 
 def counters_over_time(read: SeriesReader, span: TimeRange) -> Iterator[Series]:
