@@ -29,6 +29,11 @@ HEADINGS = json.loads((PACKAGE / "show" / "views" / "tables.json").read_bytes())
 what stands below tables of the page."""
 
 
+def headings(table: str) -> Columns:
+    """The columns of a table of the data file."""
+    return tuple(HEADINGS[table].items())
+
+
 def heads(*plain: str, **named: str) -> tuple[tuple[str, str], ...]:
     """Columns headed by their own names without units, then columns with other headings."""
     return (*((name, _heading(name)) for name in plain), *named.items())

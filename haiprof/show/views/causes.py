@@ -14,7 +14,7 @@ from rich.text import Text
 
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.units import MISSING, duration_text, ratio_text
-from haiprof.show.frame_table import frame_table, heads
+from haiprof.show.frame_table import frame_table, headings, heads
 from haiprof.show.text import count_text
 from haiprof.show.views.blocks import notes_block, section
 from haiprof.trace_analysis.critical_path import CriticalPath
@@ -274,9 +274,6 @@ def _sign_text(ratio: float) -> str:
     return "0.0 %" if text[1:] == "0.0 %" else text
 
 
-_TRACE_DIFF_COLUMNS = heads("name", change="calls", control_ns="control", test_ns="test",
-                            difference_ns="difference", explained_ns="adds to the step",
-                            adjusted_p_value="p")  # fmt: skip
 _STYLES = {True: "bold red", False: "bold green", None: "bold yellow"}
 _TITLES = {"kernel": "Kernels", "operator": "Operators on the host"}
 
@@ -297,7 +294,7 @@ def diff_view(diff: TraceDiff, verdict: Verdict) -> RenderableType:
         if changed.is_empty():
             parts += [Text(), Text(f"{title}: each takes the same time in both", style="dim")]
             continue
-        table = frame_table(changed, _TRACE_DIFF_COLUMNS, limit=10)
+        table = frame_table(changed, headings("trace_differences"), limit=10)
         parts.append(section(f"{title} per step, the largest difference first", *table))
     return Group(*parts, notes_block(diff.notes))
 

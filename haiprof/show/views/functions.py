@@ -13,15 +13,13 @@ from haiprof.base.units import duration_text, ratio_text
 from haiprof.diagnosis.function_reports import FunctionReports
 from haiprof.diagnosis.gpu_functions import ABNORMAL, FUNCTIONS, RANKS, FunctionReport
 from haiprof.diagnosis.thresholds import FAR_MIN_RANKS
-from haiprof.show.frame_table import HEADINGS, Columns, frame_table, heads
+from haiprof.show.frame_table import HEADINGS, Columns, frame_table, headings, heads
 from haiprof.show.text import count_text, flops_text, printable, value_text
 from haiprof.show.views.blocks import bullets, notes_block, section
 from haiprof.trace_analysis import kernel_names
 
 _EFFICIENCY_LIMIT = 14
-_EFFICIENCY_COLUMNS = heads("operator", "shapes", precision="type", count="calls", time_ns="time",
-                            flops_rate="FLOP/s", bytes_rate="byte/s", bound="bound",
-                            roofline_ratio="roofline")  # fmt: skip
+_EFFICIENCY_COLUMNS = headings("efficiency")
 _OPERATOR_WIDTH, _SHAPES_WIDTH = 20, 18  # Together with the numbers a line of 100 columns
 
 
@@ -93,16 +91,11 @@ _LEAST_RATIO, _TREE_LIMIT, _CLASS_LIMIT = 0.01, 40, 12
 _INSTANCE = re.compile(r"_\d+$")
 _TIMES = ("host_ns", "host_self_ns", "device_ns", "device_self_ns", "backward_device_ns",
           "backward_device_self_ns", "backward_host_ns", "graph_device_self_ns")  # fmt: skip
-_TREE = heads(name="module or range", call_count="calls", host_ns="host", device_ns="GPU",
-              backward_device_ns="GPU backward", own_ns="GPU own", share_ratio="share")  # fmt: skip
-_CLASSES = heads(name="class", call_count="calls", host_self_ns="host own",
-                 device_self_ns="GPU own", backward_device_self_ns="own backward",
-                 share_ratio="share")  # fmt: skip
+_TREE = headings("modules_on_gpu")
+_CLASSES = headings("module_classes_on_gpu")
 _ON_DEVICE = pl.col("device_ns") + pl.col("backward_device_ns")
 _ON_HOST = pl.col("host_ns") + pl.col("backward_host_ns")
-_HOST_TREE = heads(name="module or range", call_count="calls", host_ns="host",
-                   backward_host_ns="backward", host_self_ns="own",
-                   share_ratio="of all")  # fmt: skip
+_HOST_TREE = headings("modules_on_host")
 _HOST_CLASSES = heads(name="class", call_count="calls", host_self_ns="own", share_ratio="of all")
 
 

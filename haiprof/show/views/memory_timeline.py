@@ -13,15 +13,12 @@ from rich.table import Table
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import bytes_text, duration_text
 from haiprof.show.figures.style import SKY
-from haiprof.show.frame_table import frame_table, heads
+from haiprof.show.frame_table import frame_table, headings, heads
 from haiprof.show.terminal import Sparkline
 from haiprof.show.views.blocks import bullets, missing_block, section
 from haiprof.trace_analysis.memory_timeline import CATEGORIES
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
 from haiprof.trace_format.memory_snapshot import memory_history, read_memory_snapshot, sum_by_line
-
-_COLUMNS = heads(name="category", at_peak_bytes="at the peak", share_ratio="share",
-                 max_bytes="its own most", end_bytes="at the end")  # fmt: skip
 
 
 def category_view(timeline: pl.DataFrame) -> RenderableType:
@@ -30,7 +27,7 @@ def category_view(timeline: pl.DataFrame) -> RenderableType:
     peak = int(str(timeline["total_bytes"].max()))
     title = f"Memory by category, {duration_text(span)}, {bytes_text(peak)} at the peak"
     rows = categories_at_peak(timeline)
-    return section(title, *frame_table(rows, _COLUMNS, limit=len(CATEGORIES)))
+    return section(title, *frame_table(rows, headings("memory_categories"), limit=len(CATEGORIES)))
 
 
 def categories_at_peak(timeline: pl.DataFrame) -> pl.DataFrame:
@@ -48,17 +45,10 @@ def categories_at_peak(timeline: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame(rows).sort("at_peak_bytes", descending=True)
 
 
-_DEVICES = heads(device="GPU", reserved_bytes="reserved", allocated_bytes="allocated",
-                 free_bytes="cached, free", largest_free_bytes="largest piece",
-                 private_bytes="private pools", segment_count="segments")  # fmt: skip
-_LINES = heads(
-    device="GPU", name="allocated at", block_count="blocks", size_bytes="size", share_ratio="share"
-)
-_FAILED = heads(device="GPU", name="allocated at", size_bytes="asked for",
-                device_free_bytes="free on the device")  # fmt: skip
-_HELD = heads(device="GPU", name="allocated at", peak_block_count="blocks at the peak",
-              peak_bytes="at the peak", start_bytes="at the start", end_bytes="at the end",
-              growth_bytes="growth")  # fmt: skip
+_DEVICES = headings("snapshot_devices")
+_LINES = headings("snapshot_lines")
+_FAILED = headings("snapshot_failures")
+_HELD = headings("snapshot_history")
 _NO_HISTORY = "the snapshot holds no history: torch.cuda.memory._record_memory_history records one"
 _NO_LINE = "(no line of your code)"
 _MEMORY_SNAPSHOT_BEFORE = "(before the history began)"
@@ -154,8 +144,7 @@ def _history_text(own: pl.DataFrame) -> str:
 _BUCKETS = 100
 DEVICE = ["rank", "device_type", "device"]
 PEAK = heads(name="allocated by", block_count="blocks", size_bytes="size", share_ratio="share")
-_OPERATORS = heads(name="operator", allocation_count="allocations", allocated_bytes="allocated",
-                   freed_bytes="freed", increase_bytes="increase", kept_bytes="kept")  # fmt: skip
+_OPERATORS = headings("memory_operators")
 _OUTSIDE_MODULES = "(outside all modules)"
 OUTSIDE, _BEFORE = "(outside all operators)", "(allocated before the trace)"
 

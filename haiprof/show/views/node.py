@@ -14,17 +14,12 @@ from rich.text import Text
 from haiprof.base.units import MISSING, NS_PER_S, bytes_text, duration_text, ratio_text
 from haiprof.diagnosis.named_nodes import NodeNames
 from haiprof.run_analysis.node_history import NodeRecord
-from haiprof.show.frame_table import frame_table, heads
+from haiprof.show.frame_table import frame_table, headings
 from haiprof.show.text import count_text, fine_ratio_text, moment_text, printable
 from haiprof.show.views.blocks import FittingTable, one_line, plain_table, section
 
 _CPU_BUSY = ("user", "nice", "system", "irq", "softirq")
 _CPU_STATES = (*_CPU_BUSY, "idle", "iowait", "steal")
-_COLUMNS = heads(when="time", cpu_ratio="CPU", memory_used_ratio="memory", gpu_ratio="GPU",
-                 gpu_max_ratio="GPU max", gpu_memory_bytes="GPU memory", gpu_watts="GPU power",
-                 disk_read_bytes_per_s="disk read", disk_write_bytes_per_s="disk write",
-                 network_receive_bytes_per_s="net in", network_transmit_bytes_per_s="net out",
-                 ib_receive_bytes_per_s="IB in", ib_transmit_bytes_per_s="IB out")  # fmt: skip
 _ROWS = 60
 STEPS_S = (1, 10, 60, 300, 900, 3600, 4 * 3600, 86_400, 7 * 86_400, 28 * 86_400)
 _MOST_ROWS = 30
@@ -41,7 +36,7 @@ def node_view(found: NodeRecord, step: int) -> RenderableType:
     title = Text(printable(found.host), style="bold")
     title.append("  recording" if found.is_recording else "  not recorded now")
     rows = node_rows(found.counters)
-    shown = [(name, head) for name, head in _COLUMNS if rows[name].count()]
+    shown = [(name, head) for name, head in headings("node_counters") if rows[name].count()]
     counters = frame_table(rows, shown, limit=_ROWS) if rows.height else [Text("none in this time")]
     parts = [section(f"means of {duration_text(step)}", *counters)]
     if found.held_gpus:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from haiprof.run_analysis.collectives import FlightVerdict
 from haiprof.run_analysis.nccl_witness import NcclReport, ranks_behind
-from haiprof.show.frame_table import frame_table, heads
+from haiprof.show.frame_table import frame_table, headings
 from haiprof.show.text import count_text, printable
 from haiprof.show.views.blocks import notes_block, plain_table, section
 from haiprof.trace_analysis.chakra import ChakraGraph
@@ -73,9 +73,7 @@ def _part(count: int, whole: int) -> str:
     return f"{count} of {whole} ({count / whole:.1%})" if whole else "-"
 
 
-_COLUMNS = heads("rank", merged_count="events", method="clock", moved_ns="applied",
-                 offset_ns="measured offset", residual_ns="spread",
-                 collective_count="collectives")  # fmt: skip
+_COLUMNS = headings("merged_ranks")
 _SCHEMA = {name: pl.String if name == "method" else pl.Int64 for name, _ in _COLUMNS}
 _LIMIT = 40
 
@@ -134,16 +132,13 @@ def _kinds(checks: pl.DataFrame, title: str) -> Iterator[RenderableType]:
     yield section(title, *parts)
 
 
-_LAST_COLUMNS = heads(group_name="group", rank="rank", kind="collective", sequence="number",
-                      state="state", element_count="elements", dtype="type",
-                      name="enqueued at")  # fmt: skip
 _AGREE = "all ranks are at the same collective of each group, and none is known to wait"
 
 
 def flight_view(verdict: FlightVerdict) -> RenderableType:
     """The whole view."""
     last = verdict.last.rename({"line": "name"})
-    known = [(name, head) for name, head in _LAST_COLUMNS if last[name].count()]
+    known = [(name, head) for name, head in headings("last_collectives") if last[name].count()]
     return Group(
         *(Text(printable(text), style="bold") for text in verdict.findings or (_AGREE,)),
         section("The last collective of each rank", *frame_table(last, known, limit=40)),
@@ -151,13 +146,8 @@ def flight_view(verdict: FlightVerdict) -> RenderableType:
     )
 
 
-_NCCL_COLUMNS = heads("rank", "member", kind="collective", record_count="records", sequence="last",
-                      message="message", exec_ns="takes", bus_bytes_per_s="bus",
-                      bus_ratio="of others", since_ns="written ago",
-                      communicator="communicator")  # fmt: skip
-_WAIT_COLUMNS = heads("rank", "member", step_count="steps", gpu_ns="own GPU",
-                      peer_ns="room at peer", send_ns="send", receive_ns="data", flush_ns="flush",
-                      communicator="communicator")  # fmt: skip
+_NCCL_COLUMNS = headings("nccl_collectives")
+_WAIT_COLUMNS = headings("nccl_waits")
 _NCCL_LIMIT = 24
 
 
