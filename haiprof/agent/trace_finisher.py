@@ -314,7 +314,7 @@ class Finisher:
         folder = self.run.trace_parts
         names = list_names(folder)
         settled = all(name.startswith(AGREED_PREFIX) for name in names)
-        reports = [try_read_json(paths.report) for _, _, paths in self.run.rank_folders()]
+        reports = (try_read_json(paths.report) for _, _, paths in self.run.rank_folders())
         # A rank of another host may still run.
         ended = (r.get("host") == self.host and not process_exists(r.get("pid")) for r in reports)
         if not settled or not all(ended):
