@@ -207,7 +207,7 @@ def _gaps(found: DeviceLedger) -> PageTable:
     """Idle times one by one, with what the host did and which kernel ended them."""
     name = pl.col("operator").str.strip_chars("<>")
     rows = found.gaps.head(_GAP_LIMIT).with_columns(
-        pl.col("activity").str.strip_prefix("idle: ").replace(_NOTES["host_did"]),
+        pl.col("activity").str.strip_prefix("idle: ").replace(old=_NOTES["host_did"]),
         code=pl.concat_str(
             pl.col("code").str.split("\n").list.last().map_elements(_code_place, pl.String),
             name,
