@@ -104,7 +104,7 @@ def _code_stamp() -> str:
     count = 0
     for folder, _, names in os.walk(PACKAGE):
         for name in names:
-            if name.endswith((".py", ".so")):
+            if name.endswith((".py", ".so", ".json")):
                 count += 1
                 newest = max(newest, Path(folder, name).stat().st_mtime_ns)
     return f"{count} {newest}"

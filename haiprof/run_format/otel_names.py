@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from haiprof.base.version import PACKAGE
 from haiprof.run_format.entities import PROCESS_KEYS, Key, entity_name
 from haiprof.run_format.schema import Column, Table, counter_end
 from haiprof.run_format.tables import COUNTER_TABLES
@@ -33,9 +35,8 @@ class Instrument:
     def prometheus_name(self) -> str:
         """With the unit as suffix; without `_total`, which only a counter's samples have."""
         stem = re.sub(r"[^a-zA-Z0-9_]", "_", self.name)
-        suffix = (
-            _PROMETHEUS_UNITS.get(self.unit, "") if self.unit != "1" or self.kind == "gauge" else ""
-        )
+        shows_unit = self.unit != "1" or self.kind == "gauge"
+        suffix = _DATA["prometheus_units"].get(self.unit, "") if shows_unit else ""
         return stem if not suffix or stem.endswith(f"_{suffix}") else f"{stem}_{suffix}"
 
     @property
@@ -44,102 +45,19 @@ class Instrument:
         return self.prometheus_name + ("_total" if self.kind == "counter" else "")
 
 
-# Stored unit -> (UCUM, divisor); other units are counts of what they name.
-_UNITS = {
-    "ns": ("s", 1_000_000_000), "bytes": ("By", 1), "ratio": ("1", 1), "hz": ("Hz", 1),
-    "watts": ("W", 1), "joules": ("J", 1), "celsius": ("Cel", 1), "cores": ("{cpu}", 1),
-    "packed": ("{bits}", 1), "bytes/s": ("By/s", 1),
-}  # fmt: skip
-_PROMETHEUS_UNITS = {
-    "s": "seconds", "By": "bytes", "1": "ratio", "Hz": "hertz", "W": "watts", "J": "joules",
-    "Cel": "celsius", "By/s": "bytes_per_second",
-}  # fmt: skip
-
-# Names outside haiprof.* are those of the semantic conventions, and stand
-# here only where a reader who knows the convention would read the right thing. Left out on purpose:
-# process.* (ours are sums over a rank and its descendants), system.memory.limit (virtual memory),
-# hw.power for a mean over a second, aggregate ECC errors (they hold the volatile ones again).
-_NAMES = (
-    ("host", "cpu_(user|nice|system|idle|iowait|softirq|steal)_ns",
-     r"system.cpu.time cpu.mode=\1"),
-    ("host", "cpu_irq_ns", "system.cpu.time cpu.mode=interrupt"),
-    ("host", "memory_(available|shared)_bytes", r"system.memory.linux.\1"),
-    ("host", "page_fault_count", "system.paging.faults {fault}"),
-    ("host", "swap_used_bytes", "system.paging.usage system.paging.state=used"),
-    ("host", "disk_(read|write)_bytes", r"system.disk.io disk.io.direction=\1"),
-    ("host", "disk_(read|write)_count",
-     r"system.disk.operations disk.io.direction=\1 {operation}"),
-    ("host", "disk_busy_ns", "system.disk.io_time"),
-    ("host", "network_(receive|transmit)_bytes", r"system.network.io network.io.direction=\1"),
-    ("host", "network_(receive|transmit)_packet_count",
-     r"system.network.packet.count network.io.direction=\1 {packet}"),
-    ("host", "network_(receive|transmit)_error_count",
-     r"system.network.errors network.io.direction=\1 {error}"),
-    ("host", "network_(receive|transmit)_drop_count",
-     r"system.network.packet.dropped network.io.direction=\1 {packet}"),
-    ("host", "(cpu|memory)_energy_joules", r"hw.energy hw.type=\1"),
-    ("host", "pressure_(cpu|memory|io)_(some|full)_ns",
-     r"haiprof.psi.stall haiprof.psi.resource=\1 haiprof.psi.kind=\2"),
-    ("cgroup", "pressure_(cpu|memory|io)_(some|full)_ns",
-     r"haiprof.cgroup.psi.stall haiprof.psi.resource=\1 haiprof.psi.kind=\2"),
-    ("process", "(read|write)_bytes", r"haiprof.process.syscall.io disk.io.direction=\1"),
-    ("process", "storage_(read|write)_bytes",
-     r"haiprof.process.storage.io disk.io.direction=\1"),
-    ("gpu", "utilization_ratio", "hw.gpu.utilization hw.gpu.task=general"),
-    ("gpu", "memory_used_bytes", "hw.gpu.memory.usage"),
-    ("gpu", "memory_total_bytes", "hw.gpu.memory.limit"),
-    ("gpu", "power_instant_watts", "hw.power hw.type=gpu"),
-    ("gpu", "energy_joules", "hw.energy hw.type=gpu"),
-    ("gpu", "temperature_celsius", "hw.temperature hw.sensor_location=gpu"),
-    ("gpu", "memory_temperature_celsius", "hw.temperature hw.sensor_location=memory"),
-    ("gpu", "throttle_(.+)_ns", r"haiprof.gpu.throttle.time haiprof.gpu.throttle.reason=\1"),
-    ("gpu", "(sm|memory)_clock_hz", r"haiprof.gpu.clock haiprof.gpu.clock.domain=\1"),
-    ("gpu", "(pcie|nvlink)_(transmit|receive)_bytes",
-     r"hw.gpu.io haiprof.link.type=\1 network.io.direction=\2"),
-    ("gpu_health", "ecc_volatile_(corrected|uncorrected)_count",
-     r"hw.errors hw.type=gpu error.type=ecc_\1 {error}"),
-    ("gpu_health", "(pcie_replay)_count", r"hw.errors hw.type=gpu error.type=\1 {error}"),
-    ("infiniband", "(transmit|receive)_bytes", r"hw.network.io network.io.direction=\1"),
-    ("infiniband_health", "link_up_ratio", "hw.network.up"),
-    ("infiniband_health", "link_rate_bytes_per_s", "hw.network.bandwidth.limit"),
-    ("infiniband_health", "(transmit|receive)_packet_count",
-     r"hw.network.packets network.io.direction=\1 {packet}"),
-    ("infiniband_health",
-     "(symbol_error|link_down|link_recovery|link_integrity|buffer_overrun)_count",
-     r"hw.errors hw.type=network error.type=\1 {error}"),
-    ("numa", "(hit|miss|foreign|local|other)_page_count",
-     r"haiprof.numa.pages haiprof.numa.placement=\1"),
-)  # fmt: skip
-"""Source, pattern of its columns, and their name with its attributes, and a unit in place of the
-column's own; the groups of the pattern become values of attributes."""
-
-# Sources whose haiprof.* names are not their own.
-_NAMESPACES = {"gpu_health": "gpu", "infiniband": "rdma", "infiniband_health": "rdma"}
-
-# Those of the semantic conventions that are UpDownCounters; all other gauges are gauges.
-_UP_DOWN = (
-    "system.memory.linux.available", "system.memory.linux.shared", "system.paging.usage",
-    "hw.gpu.memory.usage", "hw.gpu.memory.limit", "hw.network.up", "hw.network.bandwidth.limit",
-)  # fmt: skip
-
-_Words = tuple[Mapping[str, str], Mapping[str, str]]
-_GPU: _Words = (
-    {"hw.id": "uuid", "hw.name": "name", "hw.model": "model", "hw.driver_version": "driver"},
-    {"hw.type": "gpu", "hw.vendor": "NVIDIA"},
-)
-_PORT: _Words = (
-    {"hw.id": "name", "hw.name": "name", "haiprof.rdma.link_layer": "link_layer"},
-    {"hw.type": "network"},
-)
-_OTHER: _Words = ({"haiprof.entity": "name"}, {})
-_ENTITIES: Mapping[str, _Words] = {
-    **dict.fromkeys(("gpu", "gpu_health", "dcgm"), _GPU),
-    **dict.fromkeys(("infiniband", "infiniband_health"), _PORT),
-    "ethernet": ({"network.interface.name": "name"}, {}),
-    "filesystem": ({"system.filesystem.mountpoint": "name"}, {}),
-}
-"""What a source's entities are to OpenTelemetry: the detail of the entity by attribute, and
-attributes that are the same for all."""
+_DATA: Mapping[str, Any] = json.loads((PACKAGE / "run_format/otel_names.json").read_bytes())
+"""`units`: stored unit -> (UCUM, divisor); other units are counts of what they name.
+`prometheus_units`: the suffix of a UCUM unit.
+`names`: source, pattern of its columns, and their name with its attributes, and a unit in place of
+the column's own; the groups of the pattern become values of attributes.
+`namespaces`: sources whose haiprof.* names are not their own.
+`updown`: names of the semantic conventions that are UpDownCounters; all other gauges are gauges.
+`entities`: what a source's entities are to OpenTelemetry: the detail of the entity by attribute,
+and attributes that are the same for all."""
+# Names outside haiprof.* are those of the semantic conventions, and stand there only where a reader
+# who knows the convention would read the right thing. Left out on purpose: process.* (ours are sums
+# over a rank and its descendants), system.memory.limit (virtual memory), hw.power for a mean over a
+# second, aggregate ECC errors (they hold the volatile ones again).
 
 
 def instrument(source: str, column: str) -> Instrument:
@@ -172,7 +90,7 @@ def entity_attributes(
     """OpenTelemetry's attributes of an entity."""
     if not entity.get("name"):
         return {f"haiprof.{source}.{word}": value for word, value in zip(keys, key, strict=False)}
-    words, fixed = _ENTITIES.get(source, _OTHER)
+    words, fixed = _DATA["entities"].get(source, _DATA["other_entities"])
     found = {name: entity.get(detail) for name, detail in words.items()}
     texts = {
         name: str(value).encode("utf-8", "replace").decode()
@@ -184,21 +102,21 @@ def entity_attributes(
 
 def _instrument(table: Table, column: Column) -> Instrument:
     name, *more = _name(table.name, column).split()
-    own_unit, divisor = _UNITS.get(column.unit, (f"{{{column.unit}}}", 1))
+    own_unit, divisor = _DATA["units"].get(column.unit, (f"{{{column.unit}}}", 1))
     end, ending = counter_end(column.kind), ""
     if end is not None and (end.bits < 64 or end.sticks):  # Prometheus takes a wrap for a reset
         ending = f" ({'stops' if end.sticks else 'goes on at 0'} after {end.bits} bits)"
     return Instrument(
         name=name, unit=next((word for word in more if "=" not in word), own_unit),
-        kind="updown" if end is None and name in _UP_DOWN else "counter" if end else "gauge",
+        kind="updown" if end is None and name in _DATA["updown"] else "counter" if end else "gauge",
         divisor=divisor, attributes=dict(word.split("=") for word in more if "=" in word),
         description=column.meaning + ending,
     )  # fmt: skip
 
 
 def _name(source: str, column: Column) -> str:
-    """As in `_NAMES`; what is not there is `haiprof.SOURCE.COLUMN`."""
-    for of_source, pattern, name in _NAMES:
+    """As the data has it; what is not there is `haiprof.SOURCE.COLUMN`."""
+    for of_source, pattern, name in _DATA["names"]:
         match = re.fullmatch(pattern, column.name)
         if match and of_source == source:
             return match.expand(name)
@@ -207,7 +125,7 @@ def _name(source: str, column: Column) -> str:
         stem += {"ns": ".time", "bytes": ".io"}.get(column.unit, "")
     elif column.unit == "count" and stem != column.name:
         stem += ".count"
-    return f"haiprof.{_NAMESPACES.get(source, source)}.{stem}"
+    return f"haiprof.{_DATA['namespaces'].get(source, source)}.{stem}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
