@@ -12,71 +12,27 @@ Source: the keyword and prefix rules of gitleaks (config/gitleaks.toml) and dete
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+
+from haiprof.base.version import PACKAGE
 
 MASK = "***"
 
-# Parts of names, in lower case. A value under one of these is masked whatever it is.
-_SECRET = frozenset((
-    "password", "passwd", "passphrase", "passcode", "pw", "userpwd", "secret", "secrets",
-    "credential", "credentials", "creds", "cookie", "apikey", "authorization", "bearer",
-))  # fmt: skip
-_SECRET_ENDS = (
-    "password", "passwd", "passphrase", "apikey", "secret", "secretkey", "accesskey", "privatekey",
-    "accountkey", "sharedkey", "accesstoken", "authtoken", "bottoken", "userpw",
+_DATA = json.loads((PACKAGE / "run_format/secrets.json").read_bytes())
+_SECRET, _LIKELY, _POSSIBLE, _KEY_OF, _OF_MODELS, _ABOUT, _SWITCHES, _PLAIN = (
+    frozenset[str](_DATA[name]) for name in (
+        "secret", "likely", "possible", "key_of", "of_models", "about", "switches", "plain")
 )  # fmt: skip
-# Names with these endings hold a secret, unless the value is plainly a number, a switch, a path.
-_LIKELY = frozenset(("token", "pass", "pat", "auth", "jwt", "pwd", "sas"))
-_KEY_OF = frozenset((
-    "access", "account", "admin", "anthropic", "api", "app", "auth", "aws", "azure", "client",
-    "clearml", "cohere", "comet", "consumer", "datadog", "deepseek", "deploy", "encryption",
-    "gemini", "groq", "hf", "huggingface", "ingest", "kaggle", "license", "master", "neptune",
-    "openai", "private", "roboflow", "sendgrid", "service", "session", "shared", "signing", "ssh",
-    "storage", "stripe", "subscription", "wandb", "webhook", "write",
-))  # fmt: skip
-# Names with these endings may hold a secret: only values that look random are masked.
-_POSSIBLE = frozenset(("key", "keys", "sig", "signature", "nonce", "session", "code", "credential"))
-# A token or a pass of a model, not of a service.
-_OF_MODELS = frozenset((
-    "add", "additional", "answer", "backward", "begin", "bos", "boundary", "byte", "char", "class",
-    "cls", "context", "decoder", "encoder", "end", "eos", "eot", "first", "forced", "forward",
-    "image", "img", "init", "initializer", "lang", "language", "last", "latent", "mask", "max",
-    "memory", "min", "multi", "new", "next", "num", "pad", "padding", "patch", "per", "placeholder",
-    "prefix", "prompt", "query", "reasoning", "register", "sep", "separator", "single", "space",
-    "special", "speech", "split", "src", "start", "stop", "style", "suffix", "target", "task",
-    "text", "tgt", "think", "thinking", "time", "tool", "total", "two", "unk", "unknown", "video",
-    "vocab", "word", "audio", "n", "by",
-))  # fmt: skip
-# Last parts that make a name speak about a secret without holding it.
-_ABOUT = frozenset((
-    "algorithm", "class", "column", "count", "dim", "dims", "dir", "enabled", "env", "expiry",
-    "field", "file", "folder", "format", "header", "host", "id", "idx", "index", "kind", "len",
-    "length", "limit", "manager", "mode", "name", "names", "num", "path", "policy", "port",
-    "prefix", "provider", "size", "store", "suffix", "timeout", "ttl", "type", "uri", "url",
-    "usage", "var",
-))  # fmt: skip
-_SWITCHES = frozenset((
-    "allow", "ask", "disable", "enable", "has", "is", "no", "require", "skip", "trust", "use",
-    "with", "without",
-))  # fmt: skip
-_PLAIN = frozenset((
-    "", "true", "false", "yes", "no", "on", "off", "none", "null", "auto", "basic", "digest",
-    "munge", "oauth", "oauth2", "kerberos", "ntlm", "default", "required", "optional",
-))  # fmt: skip
-_TOKENS: tuple[tuple[str, int], ...] = (
-    ("ghp_", 20), ("gho_", 20), ("ghu_", 20), ("ghs_", 20), ("ghr_", 20), ("github_pat_", 20),
-    ("glpat-", 16), ("gldt-", 16), ("glrt-", 16), ("glptt-", 16), ("glcbt-", 16), ("glft-", 16),
-    ("hf_", 20), ("api_org_", 20), ("sk-ant-", 16), ("sk-proj-", 16), ("sk-svcacct-", 16),
-    ("sk_live_", 16), ("sk_test_", 16), ("rk_live_", 16), ("gsk_", 20), ("nvapi-", 20),
-    ("wandb_v1_", 20), ("r8_", 20), ("AKIA", 16), ("ASIA", 16), ("ABIA", 16), ("ACCA", 16),
-    ("xoxa-", 10), ("xoxb-", 10), ("xoxe-", 10), ("xoxe.", 10), ("xoxo-", 10), ("xoxp-", 10),
-    ("xoxr-", 10), ("xoxs-", 10), ("xapp-", 10), ("AIza", 30), ("ya29.", 20), ("eyJ", 17),
-    ("npm_", 30), ("pypi-AgE", 20), ("dckr_pat_", 20), ("dop_v1_", 30), ("glsa_", 20),
-    ("hvs.", 20), ("hvb.", 20), ("tskey-", 16), ("shpat_", 20), ("SG.", 40), ("dapi", 32),
-    ("LTAI", 12), ("AGE-SECRET-KEY-", 20), ("lin_api_", 20), ("pul-", 30), ("sq0atp-", 20),
-)  # fmt: skip
+"""Parts of names, in lower case. A value under one of `_SECRET` is masked whatever it is. By the last
+part: `_LIKELY` hold a secret unless the value is plainly a number, a switch, a path, and so does
+`key` behind one of `_KEY_OF`; not so `token` and `pass` of a model, behind one of `_OF_MODELS`;
+`_POSSIBLE` may hold one: only values that look random are masked; `_ABOUT` speak about a secret
+without holding it. `_SWITCHES` begin the name of a switch; `_PLAIN` are values that are none."""
+_SECRET_ENDS = tuple[str, ...](_DATA["secret_ends"])
+_TOKENS: Mapping[str, int] = _DATA["tokens"]
 """How tokens of services begin, and how many characters follow at least."""
 
 _PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z]|[\d_\-.]|\Z)|[A-Z]?[a-z]+|[A-Z]+")
@@ -248,7 +204,7 @@ def _mask_user(word: str) -> str:
 
 def _mask_token(found: re.Match[str]) -> str:
     run = found[0]
-    for prefix, least in _TOKENS:
+    for prefix, least in _TOKENS.items():
         if run.startswith(prefix):
             rest = run[len(prefix) :]
             return MASK if len(rest) >= least and (prefix != "eyJ" or "." in rest) else run
