@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -15,6 +16,7 @@ import polars as pl
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
+from haiprof.base.version import PACKAGE
 from haiprof.run_analysis.counters import (
     COUNTER_SCHEMA,
     SourceSamples,
@@ -169,27 +171,7 @@ _TIME_LIMIT_NS = 1 << 61  # beyond this is damage, and would overflow as Unix ti
 _GPU_MASK = 0xFF
 _EVERY_RATIO = " [Throughput %]"  # newer versions say so, older ones give the bare name
 
-METRICS = {
-    "SMs Active": "sm_active_ratio", "SM Active": "sm_active_ratio", "SM Issue": "sm_issue_ratio",
-    "Tensor Active": "tensor_active_ratio", "Compute Warps in Flight": "sm_occupancy_ratio",
-    "GR Active": "engine_active_ratio", "DRAM Read Bandwidth": "dram_read_ratio",
-    "DRAM Read Throughput": "dram_read_ratio", "VRAM Read Bandwidth": "dram_read_ratio",
-    "DRAM Write Bandwidth": "dram_write_ratio", "DRAM Write Throughput": "dram_write_ratio",
-    "VRAM Write Bandwidth": "dram_write_ratio", "PCIe RX Throughput": "pcie_receive_ratio",
-    "PCIe Read Throughput": "pcie_receive_ratio", "PCIe TX Throughput": "pcie_transmit_ratio",
-    "PCIe Write Throughput": "pcie_transmit_ratio", "NVLink bytes received": "nvlink_receive_ratio",
-    "NVLink RX Throughput": "nvlink_receive_ratio",
-    "NVLink bytes transmitted": "nvlink_transmit_ratio",
-    "NVLink TX Throughput": "nvlink_transmit_ratio",
-    "NVLink RX Requests User Data": "nvlink_receive_request_data_ratio",
-    "NVLink RX Requests Protocol Data": "nvlink_receive_request_protocol_ratio",
-    "NVLink RX Responses User Data": "nvlink_receive_response_data_ratio",
-    "NVLink RX Responses Protocol Data": "nvlink_receive_response_protocol_ratio",
-    "NVLink TX Requests User Data": "nvlink_transmit_request_data_ratio",
-    "NVLink TX Requests Protocol Data": "nvlink_transmit_request_protocol_ratio",
-    "NVLink TX Responses User Data": "nvlink_transmit_response_data_ratio",
-    "NVLink TX Responses Protocol Data": "nvlink_transmit_response_protocol_ratio",
-}  # fmt: skip
+METRICS: Mapping[str, str] = json.loads((PACKAGE / "run_analysis/burst_metrics.json").read_bytes())
 """By Nsight Systems' name. Clocks and counts are left out: they are no ratios."""
 
 _SAMPLE = np.dtype([("time", "<i8"), ("type", "<i8"), ("metric", "<i8"), ("value", "<f8")])

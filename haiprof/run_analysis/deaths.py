@@ -19,13 +19,20 @@ from haiprof.base.code_places import Frame, frame_text, own_frame
 from haiprof.base.errors import HaiprofError
 from haiprof.base.units import NS_PER_S, duration_text, later_text, ranks_text
 from haiprof.run_analysis.collectives import Mismatch, find_mismatches
-from haiprof.run_analysis.gpu_memory import LEAK_REMEDY, gpu_memory_series, growth_per_step
+from haiprof.run_analysis.gpu_memory import (
+    LEAK_REMEDY,
+    REMEDIES,
+    gpu_memory_series,
+    growth_per_step,
+)
 from haiprof.run_analysis.lines import code_at
 from haiprof.run_analysis.nccl_witness import begun_later
 from haiprof.run_analysis.printed_lines import ERRORS, Output, PrintedLine, printed_output
 from haiprof.run_analysis.process_ends import (
     NO_END,
     NO_ERROR,
+    NO_WORDS,
+    SIGNALS,
     Arrived,
     Error,
     LastCollective,
@@ -384,7 +391,7 @@ class _Case:
         if not still:
             return found
         first = "see where each rank stood" if cause == "interrupted" else found.remedy
-        return replace(found, remedy=f"{first}; {_LOOK_EARLIER}")
+        return replace(found, remedy=f"{first}; {REMEDIES['look_earlier']}")
 
     def _own_failure(self, *, interrupted: bool = False) -> Death | None:
         """The first rank that failed by itself, with those that failed alike at the same time."""
@@ -618,7 +625,7 @@ class _Case:
         remedy = self._remedy(cause, end, line)
         if ended_on_nan(cause, (error.message, source), fates):
             headline += "" if NO_NUMBER.search(headline) else ", on a NaN or infinite value"
-            remedy = _NO_NUMBER_REMEDY
+            remedy = REMEDIES["no_number"]
         witnesses = self._witnesses(died, error)
         printed = [each for each in witnesses if each.kind == "traceback" and each.rank in ranks]
         nowhere &= not (cause == "exit" and printed)
@@ -662,7 +669,7 @@ class _Case:
         return (*[line for line in lines if line.kind == "loss"][:1], *errors)
 
     def _remedy(self, cause: str, end: ProcessEnd, line: str | None) -> str:
-        error, remedy = end.error, _REMEDIES[cause]
+        error, remedy = end.error, REMEDIES[cause]
         if end.gpu_memory is not None and end.ran_out_of_gpu_memory:
             rank = -1 if end.rank is None else end.rank
             series = gpu_memory_series(self.evidence.files).get(rank)
@@ -670,11 +677,11 @@ class _Case:
             return LEAK_REMEDY if leaks else end.gpu_memory.remedy
         match cause:
             case "exit" if end is not NO_END and (error.worker_death() or not end.knows_exit()):
-                return _UNKNOWN_EXIT
+                return REMEDIES["unknown_exit"]
             case "exception" if error.type in ("ModuleNotFoundError", "ImportError"):
                 return "install what it names into the environment of that rank, or choose another"
             case "exception" if _UNLIKE_SHAPES.search(error.message):
-                return _ONE_SHAPE
+                return REMEDIES["one_shape"]
             case "exception" if end.thread_text():
                 return (
                     "fix what ended its thread, where the other line waited for it; else that line"
@@ -691,7 +698,7 @@ class _Case:
                 why = f"see why {line} does not end" if line else remedy
                 return f"{why}: {taken[-1]} has its stacks"
             case "killed":
-                return _SIGNAL_REMEDIES.get(end.signal or 0, remedy)
+                return SIGNALS.get(end.signal or 0, NO_WORDS).do or remedy
             case "out_of_memory" if end.address_limit_bytes and not end.oom:
                 return f"raise the limit of its address space (ulimit -v), or {remedy}"
         return remedy
@@ -866,62 +873,9 @@ def _sender(came: Arrived) -> str:
     return f", sent by {who or 'process'} {came.from_pid}"
 
 
-_LOOK_EARLIER = (
-    "`haiprof --hang-limit 30 ...` looks at all ranks once no step has ended for 30 s, and names "
-    "who holds the job up"
-)
-_UNKNOWN_EXIT = (
-    "look at the last lines that it printed: an error that was caught, os._exit, a library "
-    "that ends the process, or memory that ran out"
-)
 NO_NUMBER = re.compile(r"\b(?:nans?|(?:non-?|not )finite|is_?(?:nan|finite|inf))\b", re.IGNORECASE)
 """What a job says, or asks, that ends itself because its loss is no number."""
-_NO_NUMBER_REMEDY = (
-    "find where it becomes NaN or infinite: torch.autograd.set_detect_anomaly(True) for the steps "
-    "before, the batch of that step, the learning rate, the loss scale of mixed precision"
-)
 _UNLIKE_SHAPES = re.compile(
     r"resize storage that is not resizable|expects each tensor to be equal size"
 )
 """What torch's default_collate raises, the first in a DataLoader worker."""
-_ONE_SHAPE = (
-    "the samples of one batch have tensors of unlike shapes: look for the odd ones in the dataset, "
-    "pad or crop them to one shape, or give the DataLoader a collate_fn that does"
-)
-_SIGNAL_REMEDIES: Mapping[int, str] = {
-    signal.SIGXCPU: "raise the limit of its CPU time (ulimit -t), or save and start again before",
-    signal.SIGXFSZ: "raise the limit of a file's size (ulimit -f), or write smaller files",
-    signal.SIGPIPE: "see who read what it writes: that process has ended",
-    signal.SIGALRM: "see what sets a timer: signal.alarm, signal.setitimer, or a library",
-}
-_REMEDIES: Mapping[str, str] = {
-    "exception": "fix the line that raised it",
-    "out_of_memory": "use less memory on that rank (smaller batches, leaner DataLoader workers "
-    "where there are any), or give the job more",
-    "shared_memory_full": "give /dev/shm more room (docker --shm-size, an emptyDir of medium "
-    "Memory), or use fewer workers, a lower prefetch_factor, or the sharing strategy file_system",
-    "disk_full": "make room where the job writes, or write elsewhere",
-    "killed": "find out who sent it: the job itself (os.kill), the logs of the scheduler and of "
-    "the kernel (dmesg)",
-    "crash": "run with PYTHONFAULTHANDLER=1 for the Python line, or look at the core file with gdb",
-    "exit": "see why it calls sys.exit or raises SystemExit, and what it printed before",
-    "early_exit": "give all ranks the same number of batches (drop_last, a DistributedSampler), or "
-    "wrap the loop in torch.distributed.algorithms.join.Join",
-    "hang": "see why the rank that is named did not go on",
-    "deadlock": "take locks in the same order in all threads, and wait for nothing while holding "
-    "one: that rank waits for a lock which another thread of it seems to keep; "
-    "lock.acquire(timeout=60) turns such a hang into an error with its line",
-    "mismatch": "let all ranks issue the same collectives in the same order and sizes",
-    "node_lost": "look at that node's console and the scheduler's log: power, network, kernel",
-    "never_started": "look at the output of that rank's launcher: import, rendezvous, placement",
-    "time_limit": "ask for more time, or save and requeue before it: --signal, --requeue",
-    "preempted": "let Slurm start it again: --requeue, and checkpoints from which it resumes",
-    "requeued": "no action if it resumes from a checkpoint; who asked: scontrol show job JOB",
-    "evicted": "ask for what the job uses (requests), or use less: kubectl describe pod, node",
-    "cancelled": "ask who cancelled it: sacct -j JOB --format=State%30, scontrol show job JOB",
-    "signal": "ask the sender; haiprof passed the signal on to the job",
-    "interrupted": "no action: the job was stopped by Ctrl-C or SIGINT",
-    "launcher": "fix what the launcher reports",
-    "gone": "look at the log of the kernel (dmesg) and of the scheduler",
-    "unknown": "look at the job's own output; `haiprof doctor` tells what could not be seen here",
-}  # fmt: skip

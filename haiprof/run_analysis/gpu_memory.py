@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,26 +15,13 @@ from haiprof.base.code_places import Frame, frame_text, own_frame, parse_frames
 from haiprof.base.intervals import Ints
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import bytes_text
+from haiprof.base.version import PACKAGE
 from haiprof.run_analysis import run_files
 from haiprof.run_format.layout import RunPaths
 
-LEAK_REMEDY = (
-    "look for tensors on the GPU that are kept from each step: losses and outputs in lists without "
-    ".detach().cpu(), hooks that store activations, growing sequence lengths"
-)
-_FRAGMENTED_REMEDY = (
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which joins the pieces; fewer "
-    "different shapes (pad to a few lengths)"
-)
-_LARGER_REMEDY = (
-    "bound the batch: by tokens in place of samples, or cut long samples; activation "
-    "checkpointing, bf16, or a smaller batch with gradient accumulation"
-)
-_REMEDY = (
-    "a smaller batch with gradient accumulation, activation checkpointing, bf16, or the "
-    "optimizer's state sharded (FSDP, ZeroRedundancyOptimizer); look for tensors kept from "
-    "each step (losses without .item() or .detach())"
-)
+REMEDIES: Mapping[str, str] = json.loads((PACKAGE / "run_analysis/remedies.json").read_bytes())
+"""What to do, by cause of a death and by what is known more closely."""
+LEAK_REMEDY = REMEDIES["gpu_leak"]
 LEAST_POINTS = 8
 GROWTH_P_VALUE = 0.01
 GROWTH_RATIO = 0.05
@@ -186,8 +174,8 @@ class GpuOutOfMemory:
     @property
     def remedy(self) -> str:
         """What to do, by what is known of the reason."""
-        return _FRAGMENTED_REMEDY if self.fragmented else _LARGER_REMEDY if self.is_larger else \
-            _REMEDY  # fmt: skip
+        known = (("gpu_fragmented", self.fragmented), ("gpu_larger_batch", self.is_larger))
+        return REMEDIES[next((name for name, is_so in known if is_so), "gpu_memory")]
 
     @property
     def text(self) -> str:

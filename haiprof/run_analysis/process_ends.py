@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import polars as pl
 from haiprof.base.code_places import Frame, Stack, frame_text, is_library, own_frame, parse_frames
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import NS_PER_S, bytes_text, shorten, without_source_places
+from haiprof.base.version import PACKAGE
 from haiprof.run_analysis.code_samples import SampledProcess, StackTree, read_stack_file
 from haiprof.run_analysis.gpu_memory import GpuOutOfMemory, failed_allocations, parse_torch_message
 from haiprof.run_analysis.run_files import (
@@ -107,20 +109,20 @@ _KINDS = (
 _OF_DEVICE = re.compile(r"\b(?:CUDA|HIP|XPU|NPU)\b")
 _LOADER_FILE = "torch/utils/data/dataloader.py"
 _WORKER_RAISED = re.compile(r"in DataLoader worker process (\d+)")
-_SIGNALS: dict[int, str] = {
-    signal.SIGSEGV: "a segmentation fault in native code (SIGSEGV)",
-    signal.SIGBUS: "a bus error (SIGBUS): memory behind a mapping was not there",
-    signal.SIGABRT: "aborted (SIGABRT): C++ terminate, a failed assertion, a watchdog, or a signal "
-    "that was sent",
-    signal.SIGFPE: "an arithmetic error in native code (SIGFPE)",
-    signal.SIGILL: "an instruction that this CPU does not have (SIGILL)",
-    signal.SIGXCPU: "ended by SIGXCPU, which the kernel sends at the limit of CPU time (ulimit -t)",
-    signal.SIGXFSZ: "ended by SIGXFSZ, which the kernel sends where a file would grow beyond the "
-    "limit of its size (ulimit -f)",
-    signal.SIGPIPE: "ended by SIGPIPE: it wrote to a pipe or a socket that nobody reads any more",
-    signal.SIGALRM: "ended by SIGALRM, which a timer sends (alarm, setitimer)",
-    signal.SIGKILL: "killed (SIGKILL); the sender is not known",
-}
+
+
+class SignalWords(NamedTuple):
+    """What the end by a signal is called, and what to do; empty where nothing is known of it."""
+
+    says: str = ""
+    do: str = ""
+
+
+NO_WORDS = SignalWords()
+SIGNALS: Mapping[int, SignalWords] = {
+    int(signal.Signals[name]): SignalWords(**words) for name, words in
+    json.loads((PACKAGE / "run_analysis/signals.json").read_bytes()).items()
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,7 +397,8 @@ class ProcessEnd:
             said = ""
             if self.signal in _CRASHES:
                 said = f", {self.crash_place()}" if self.crashed_at else self._last_line()
-            return (_SIGNALS.get(self.signal) or f"ended by {signal_name(self.signal)}") + said
+            by = SIGNALS.get(self.signal, NO_WORDS).says or f"ended by {signal_name(self.signal)}"
+            return by + said
         if self.status == 0:
             return "it ended with exit status 0"
         if self.status is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,35 +10,17 @@ from typing import Any
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import NS_PER_S, shorten, visible
+from haiprof.base.version import PACKAGE
 from haiprof.run_analysis.run_files import RunFiles, integer, mapping, objects, text
 from haiprof.run_format.reader import read_json
 
-SLURM_STATES: Mapping[str, tuple[str, str]] = {
-    "TIMEOUT": ("time_limit", "Slurm's time limit was reached"),
-    "DEADLINE": ("time_limit", "Slurm's deadline of the job (--deadline) was reached"),
-    "OUT_OF_MEMORY": ("out_of_memory", "Slurm's memory limit was reached"),
-    "NODE_FAIL": ("node_lost", "Slurm lost a node of the job"),
-    "BOOT_FAIL": ("node_lost", "a node of the job did not boot"),
-    "PREEMPTED": ("preempted", "Slurm preempted it: another job had precedence"),
-    "REQUEUED": ("requeued", "Slurm requeued it: scontrol requeue, preemption, or a failed node"),
-    "CANCELLED": ("cancelled", "Slurm ended it: scancel"),
-}
-"""By state: cause, and what it means. Source: sacct(1), JOB STATE CODES."""
-_POD: Mapping[str, tuple[str, str]] = {
-    "OOMKilled": ("out_of_memory", "the kernel ended its container for want of memory"),
-    "Evicted": ("evicted", "Kubernetes evicted its pod"),
-    "DeadlineExceeded": ("time_limit", "the deadline of its pod (activeDeadlineSeconds) passed"),
-    "NodeLost": ("node_lost", "Kubernetes lost its node"),
-    "NodeShutdown": ("node_lost", "its node was shut down"),
-    "Terminated": ("node_lost", "its node was shut down"),
-    "PreemptionByScheduler": ("preempted", "another pod had precedence"),
-    "Preempting": ("preempted", "another pod had precedence"),
-    "DeletionByTaintManager": ("node_lost", "its node was tainted: not ready, or not reached"),
-    "DeletionByPodGC": ("node_lost", "its node was gone"),
-    "EvictionByEvictionAPI": ("evicted", "its pod was evicted, as when a node is drained"),
-    "TerminationByKubelet": ("evicted", "its node was short of a resource, or was shut down"),
-}
-"""By reason of a container, pod or condition DisruptionTarget.
+_WORDS = json.loads((PACKAGE / "run_analysis/scheduler_ends.json").read_bytes())
+SLURM_STATES, _POD = (
+    {reason: (str(cause), str(what)) for reason, (cause, what) in _WORDS[of].items()}
+    for of in ("slurm", "pod")
+)
+"""Cause, and what it means: by state (sacct(1), JOB STATE CODES); by reason of a container, pod or
+condition DisruptionTarget.
 Source: kubernetes.io/docs: Pod disruption conditions, Pod lifecycle, Node-pressure eviction."""
 
 

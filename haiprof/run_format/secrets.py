@@ -26,11 +26,12 @@ _SECRET, _LIKELY, _POSSIBLE, _KEY_OF, _OF_MODELS, _ABOUT, _SWITCHES, _PLAIN = (
     frozenset[str](_DATA[name]) for name in (
         "secret", "likely", "possible", "key_of", "of_models", "about", "switches", "plain")
 )  # fmt: skip
-"""Parts of names, in lower case. A value under one of `_SECRET` is masked whatever it is. By the last
-part: `_LIKELY` hold a secret unless the value is plainly a number, a switch, a path, and so does
-`key` behind one of `_KEY_OF`; not so `token` and `pass` of a model, behind one of `_OF_MODELS`;
-`_POSSIBLE` may hold one: only values that look random are masked; `_ABOUT` speak about a secret
-without holding it. `_SWITCHES` begin the name of a switch; `_PLAIN` are values that are none."""
+"""Parts of names, in lower case. A value under one of `_SECRET` is masked whatever it is. By the
+last part: `_LIKELY` hold a secret unless the value is plainly a number, a switch, a path, and so
+does `key` behind one of `_KEY_OF`; not so `token` and `pass` of a model, behind one of
+`_OF_MODELS`; `_POSSIBLE` may hold one: only values that look random are masked; `_ABOUT` speak
+about a secret without holding it. `_SWITCHES` begin the name of a switch; `_PLAIN` are values that
+are none."""
 _SECRET_ENDS = tuple[str, ...](_DATA["secret_ends"])
 _TOKENS: Mapping[str, int] = _DATA["tokens"]
 """How tokens of services begin, and how many characters follow at least."""
