@@ -14,13 +14,11 @@ from haiprof.in_job.identity import rank_and_world
 from haiprof.in_job.installer import _skip_frame, optimizer_exists
 from haiprof.in_job.patches import State
 from haiprof.in_job.recorder import Recorder, is_foreign
-from haiprof.in_job.windows import user_profilers as guards
-from haiprof.in_job.windows.phase_times import PhaseTimes
-from haiprof.in_job.windows.profiler_session import ProfilerOptions
+from haiprof.in_job.windows.beside_profiler import PhaseTimes
+from haiprof.in_job.windows.profiler_session import CUT, Guard, ProfilerOptions, wait_until
 from haiprof.in_job.windows.requested_windows import PlannedWindows, WindowContext
 from haiprof.in_job.windows.slow_steps import KeepSlow
-from haiprof.in_job.windows.steady_steps import SteadySteps
-from haiprof.in_job.windows.step_counter import StepCounter
+from haiprof.in_job.windows.step_counter import SteadySteps, StepCounter
 from haiprof.in_job.windows.step_plan import (
     OTHER_WORK,
     Agreement,
@@ -50,7 +48,7 @@ class Tracer:
         self._config = config
         self._recorder = recorder
         self._state = state
-        self._guard = guards.Guard(self._make_way)
+        self._guard = Guard(self._make_way)
         self.active = False  # whether a window is still to come or runs
         self._yield_asked = self._end_asked = self._late = False
         self._meeting: Meeting | None = None
@@ -289,12 +287,12 @@ class Tracer:
             self._cut()
             return
         self._yield_asked = self._steady.interrupted = True
-        guards.wait_until(lambda: not self._yield_asked)
+        wait_until(lambda: not self._yield_asked)
 
     def _cut(self) -> None:
         began = _now()
         try:
-            self._windows.cut(guards.CUT)
+            self._windows.cut(CUT)
         except Exception as error:
             self._fail(error)
         self._phases = None

@@ -18,11 +18,9 @@ from haiprof.base.safe_files import make_folder, remove_file, rename
 from haiprof.in_job.identity import process_details, rank_and_world, torch_facts
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.threads import hold_size_signal
-from haiprof.in_job.windows.forward_lines import ForwardLines
-from haiprof.in_job.windows.phase_times import PhaseTimes
-from haiprof.in_job.windows.profiler_session import ProfilerOptions, Session, fits
+from haiprof.in_job.windows.beside_profiler import ForwardLines, PhaseTimes
+from haiprof.in_job.windows.profiler_session import Guard, ProfilerOptions, Session, fits
 from haiprof.in_job.windows.step_plan import LEAD_STEPS, Plan, PlannedWindow, StepTimes
-from haiprof.in_job.windows.user_profilers import Guard
 from haiprof.run_format.control import OVER
 from haiprof.run_format.layout import ET_RAW_SUFFIX, RAW_SUFFIX, SIDECAR_SUFFIX, RunPaths
 from haiprof.run_format.schema import ClockAnchor

@@ -14,8 +14,8 @@ import torch
 
 from haiprof.in_job.patches import State
 from haiprof.in_job.recorder import Recorder
+from haiprof.in_job.windows.beside_profiler import PhaseTimes
 from haiprof.in_job.windows.driver import Tracer
-from haiprof.in_job.windows.phase_times import PhaseTimes
 from haiprof.in_job.windows.step_counter import StepCounter
 from haiprof.run_format import schema as s
 from haiprof.run_format.layout import RunPaths

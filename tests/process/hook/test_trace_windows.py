@@ -23,10 +23,10 @@ from haiprof.in_job.installer import Installer
 from haiprof.in_job.recorder import Recorder
 from haiprof.in_job.windows import driver
 from haiprof.in_job.windows.driver import Tracer, attach
+from haiprof.in_job.windows.profiler_session import other_tool
 from haiprof.in_job.windows.requested_windows import Recording
 from haiprof.in_job.windows.slow_steps import SETTLED_STEPS
 from haiprof.in_job.windows.step_plan import Agreement, RollingSchedule
-from haiprof.in_job.windows.user_profilers import other_tool
 from haiprof.run_format.layout import RunPaths
 from tests.process.hook.conftest import Hook, small_model, train_step
 

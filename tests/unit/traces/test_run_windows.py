@@ -15,7 +15,7 @@ import pytest
 import haiprof
 from haiprof.agent.trace_finisher import finish_parts
 from haiprof.base.errors import MissingDataError, TraceFormatError
-from haiprof.in_job.windows.phase_times import PhaseTimes
+from haiprof.in_job.windows.beside_profiler import PhaseTimes
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import read_manifest, write_manifest
 from haiprof.run_format.phase_ranges import (
