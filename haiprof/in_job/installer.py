@@ -14,12 +14,10 @@ from typing import Any, ClassVar
 
 import haiprof
 from haiprof.in_job import patches
-from haiprof.in_job.checkpoints import LOADS, SAVES, CheckpointLog
-from haiprof.in_job.collective_calls import wrap_calls
 from haiprof.in_job.collectives import drop_old_flight_names
 from haiprof.in_job.device import DeviceTimer
 from haiprof.in_job.gpu_memory import GpuMemory, OutOfMemory
-from haiprof.in_job.imports import ImportWatch
+from haiprof.in_job.late_wrappers import LOADS, SAVES, CheckpointLog, ImportWatch, wrap_calls
 from haiprof.in_job.object_settings import (
     CallHooks,
     InputSizes,

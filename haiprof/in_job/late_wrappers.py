@@ -1,17 +1,86 @@
-"""Checkpoints that the job writes and reads: when, and from which file a start went on."""
+"""Functions that are wrapped once the job imports their module: checkpoints and collectives.
+
+Checkpoints are written down as lines: when, and from which file a start went on. Calls of
+torch.distributed are spans, in a process that has not trained yet.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from _thread import get_ident
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from haiprof.base.code_places import is_library
 from haiprof.in_job.frames import MAX_DEPTH, OWN_FOLDER, Place, line_of, read_stacks
 from haiprof.in_job.patches import State
+from haiprof.run_format.schema import COLLECTIVE, TAG_BITS, TAG_MASK
+
+_now = time.perf_counter_ns
+
+
+class ImportWatch:
+    """A finder for a few module names: the real spec, with a step added after the import."""
+
+    def __init__(self, failed: Callable[[str, Exception], None]) -> None:
+        self._failed = failed
+        self._steps: dict[str, Callable[[Any], None]] = {}
+
+    def after(self, name: str, then: Callable[[Any], None]) -> None:
+        """Calls `then(module)` once the job has imported `name`, at once if it already has."""
+        # It stays on sys.meta_path for good, and answers None when there is nothing left to wait
+        # for: taking it out would make an import under way in another thread skip a finder.
+        module = sys.modules.get(name)
+        if module is not None:
+            then(module)
+            return
+        self._steps[name] = then
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Waits for nothing more."""
+        self._steps.clear()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that the other finders give, for our names alone."""
+        if name not in self._steps:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+            if spec is not None:
+                self._watch(name, spec.loader)
+                return spec
+        return None
+
+    def _watch(self, name: str, loader: Any) -> None:
+        original = getattr(loader, "exec_module", None)
+        if original is None:
+            return
+
+        def exec_module(module: ModuleType) -> None:
+            original(module)
+            then = self._steps.pop(name, None)
+            try:
+                loader.__dict__.pop("exec_module", None)
+                if then is not None:
+                    then(module)
+            except Exception as error:
+                self._failed(name, error)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError as error:  # a loader with slots
+            self._failed(name, error)
+
 
 SAVES = (
     ("torch.serialization", ("save",)),
@@ -31,7 +100,6 @@ _FOLDER_INDEX = ".metadata"
 _FOLDERS = "/torch/distributed/checkpoint/"
 _STARTERS = ("/threading.py", "/concurrent/futures/thread.py")
 """Where a thread is that has just given another one its work."""
-_now = time.perf_counter_ns
 
 
 class CheckpointLog:
@@ -170,3 +238,102 @@ def _file_facts(path: str | None) -> dict[str, Any]:
         except OSError:  # no folder, or not this machine's file system
             continue
     return {"file": path, "written_ns": written_ns}
+
+
+CALLS = (
+    "barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object",
+    "all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "gather",
+    "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "scatter_object_list",
+)  # fmt: skip
+_MEETING = "init_process_group"
+_CALLERS = 2  # frames between the caller and ours: torch's own decorator
+
+
+def number_place(name: str, tags: dict[Place, int], lines: list[dict[str, Any]]) -> int:
+    """The number of the place that called the wrapper; the last one stands for many."""
+    frame = sys._getframe(_CALLERS + 1)
+    key = (frame.f_code, frame.f_lasti)
+    known = tags.get(key)
+    if known is not None:
+        return known
+    if len(tags) + 1 >= TAG_MASK:
+        return TAG_MASK
+    tag = tags[key] = len(tags) + 1
+    place = {"file": frame.f_code.co_filename, "line": frame.f_lineno}
+    lines.append({"type": "collective_call", "tag": tag, "name": name, **place})
+    return tag
+
+
+def wrap_calls(module: Any, state: State) -> list[Callable[[], None]]:
+    """Puts wrappers behind the functions of `torch.distributed.distributed_c10d`; the undos."""
+    # torch decorates each of them with a function that logs its exceptions, and what is replaced is
+    # the function inside that decorator. So the names that the job imports, pickles, and by which
+    # Dynamo knows collectives that it can trace, stay the objects that they were.
+    undos: list[Callable[[], None]] = []
+    tags: dict[Place, int] = {}
+    for name in (*CALLS, _MEETING):
+        function = getattr(module, name, None)
+        code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+        if code is None or code.co_freevars != ("func",) or not cells:
+            continue  # another torch: these calls are not seen
+        original = cells[0].cell_contents
+        cells[0].cell_contents = (
+            _wrap_meeting(original, state)
+            if name == _MEETING
+            else wrap_collective(original, state, name=name, tags=tags)
+        )
+        undos.append(functools.partial(setattr, cells[0], "cell_contents", original))
+    return undos
+
+
+def _wrap_meeting(original: Callable[..., Any], state: State) -> Callable[..., Any]:
+    """Writes down how long the ranks took to meet; it is no step of anything, and so no span."""
+
+    @functools.wraps(original)
+    def meet(*args: Any, **kwargs: Any) -> Any:
+        line: dict[str, Any] = {"type": "process_group", "start_ns": _now()}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            state.recorder.lines.append({**line, "end_ns": _now()})
+
+    return meet
+
+
+def wrap_collective(
+    original: Callable[..., Any], state: State, *, name: str, tags: dict[Place, int]
+) -> Callable[..., Any]:
+    """Times outermost calls of the training thread."""
+    recorder, is_tracing = state.recorder, state.is_tracing
+    begin, end = recorder.spans.begin, recorder.spans.end
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        if is_tracing() or state.busy or state.loading:
+            return original(*args, **kwargs)
+        code = start = 0
+        mark = None
+        try:
+            try:
+                if state.begins_here():
+                    found = COLLECTIVE | number_place(name, tags, recorder.lines) << TAG_BITS
+                    mark = state.begin(COLLECTIVE, None)
+                    start = begin(COLLECTIVE)
+                    code = found
+                    state.loading = True  # what it calls itself is no other
+            except Exception as error:
+                recorder.fault("collective", error)
+            return original(*args, **kwargs)
+        finally:
+            if code:
+                try:
+                    end(start, code)
+                    state.loading = False
+                    state.end(mark, code)
+                except Exception as error:
+                    recorder.fault("collective", error)
+                finally:
+                    state.loading = state.is_closed
+
+    return collective
