@@ -174,20 +174,8 @@ _EVERY_RATIO = " [Throughput %]"  # newer versions say so, older ones give the b
 METRICS: Mapping[str, str] = json.loads((PACKAGE / "run_analysis/burst_metrics.json").read_bytes())
 """By Nsight Systems' name. Clocks and counts are left out: they are no ratios."""
 
-_SAMPLE = np.dtype([("time", "<i8"), ("type", "<i8"), ("metric", "<i8"), ("value", "<f8")])
-
-_Gpu = tuple[str, int | None, int | None]
-"""Name, NVML index and rank of one of Nsight Systems' GPUs; None where that cannot be known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Export:
-    """What an export says, samples as one array."""
-
-    epoch_ns: int
-    metrics: Mapping[tuple[int, int], str]  # our name by type and metric
-    gpus: Mapping[int, tuple[str, str]]  # UUID and PCI address by GPU; no ambiguous numbers
-    samples: np.ndarray[tuple[int], np.dtype[np.void]]
+_SAMPLE = np.dtype([("time_ns", "<i8"), ("type", "<i8"), ("metric_id", "<i8"), ("value", "<f8")])
+_OWNER_SCHEMA = {"number": pl.Int64, "entity": pl.String, "gpu": pl.Int64, "rank": pl.Int64}
 
 
 def burst_frame(run: RunFiles) -> pl.DataFrame:
@@ -199,25 +187,34 @@ def burst_frame(run: RunFiles) -> pl.DataFrame:
     """
     frames = [pl.DataFrame(schema=COUNTER_SCHEMA)]
     for node in (node for node in run.nodes if node.paths.burst_export.exists()):
-        path = node.paths.burst_export
-        export = read_export(path)
-        _check_clock(path, export, node)
-        entities: dict[Key, Any] = {(n,): {"uuid": u} for n, (u, _) in export.gpus.items()}
+        samples, gpus = read_export(node.paths.burst_export)
+        _check_clock(node.paths.burst_export, samples["time_ns"], node)
+        entities: dict[Key, Any] = {(n,): {"uuid": u} for n, (u, _) in gpus.items()}
         reports = [(r.rank, r.report) for r in run.ranks if r.report.get("host") == node.host]
         ranks = ranks_by_key(reports, ("gpu",), entities)
-        known = _recorded_gpus(node)
-        found: dict[int, _Gpu] = {}
-        for number in np.unique(export.samples["type"] & _GPU_MASK).tolist():  # that was sampled
-            uuid, bus = export.gpus.get(number, ("", ""))
+        known, owners = _recorded_gpus(node), []
+        for number in samples["number"].unique().to_list():  # that was sampled
+            uuid, bus = gpus.get(number, ("", ""))
             index = known.get(plain_uuid(uuid), known.get(_bus(bus)))
             name = f"nsys gpu {number}" if index is None else f"gpu {index}"
-            found[number] = name, index, ranks.get((number,))
-        frames += _frames(export, node, found)
+            owners.append((number, name, index, ranks.get((number,))))
+        of_gpu = pl.DataFrame(owners, schema=_OWNER_SCHEMA, orient="row")
+        full = (pl.col("value") == 1).all().over("type", "metric_id")
+        full &= pl.col("metric").str.starts_with("nvlink_")
+        whole = samples.join(of_gpu, on="number", maintain_order="left").with_columns(
+            host=pl.lit(node.host), source=pl.lit(SOURCE), unit=pl.lit("ratio"),
+            value=pl.when(~full).then("value"), flag=pl.when(full).then(pl.lit("saturated")),
+        )  # fmt: skip
+        frames.append(whole.select(*COUNTER_SCHEMA))
     return pl.concat(frames).sort("time_ns", maintain_order=True)
 
 
-def read_export(path: Path) -> _Export:
-    """Reads the tables of an export that GPU metrics are in."""
+def read_export(path: Path) -> tuple[pl.DataFrame, dict[int, tuple[str, str]]]:
+    """What an export says of GPU metrics: samples, by type and metric; and `_identities`.
+
+    Columns: `time_ns` (Unix time), `type`, `number` (of the GPU), `metric_id`, `metric` (our name)
+    and `value`, from 0 to 1.
+    """
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             start = database.execute(
@@ -230,22 +227,30 @@ def read_export(path: Path) -> _Export:
                 "SELECT typeId, metricId, metricName FROM TARGET_INFO_GPU_METRICS"
             )
             metrics = {
-                (kind, metric): METRICS[bare]
+                (int(kind), int(metric)): METRICS[bare]
                 for kind, metric, name in names
                 if isinstance(name, str) and (bare := name.removesuffix(_EVERY_RATIO)) in METRICS
             }
-            ids = ",".join(str(int(metric)) for metric in sorted({metric for _, metric in metrics}))
+            ids = ",".join(str(metric) for metric in sorted({metric for _, metric in metrics}))
             rows = database.execute(
                 "SELECT timestamp, typeId, metricId, value FROM GPU_METRICS "
                 f"WHERE metricId IN ({ids}) AND value BETWEEN 0 AND 100 "
                 f"AND timestamp BETWEEN 0 AND {_TIME_LIMIT_NS}"
             )
-            samples = np.fromiter(rows, dtype=_SAMPLE)
-            return _Export(
-                epoch_ns=epoch_ns, metrics=metrics, gpus=_identities(database), samples=samples
-            )
+            table, gpus = np.fromiter(rows, dtype=_SAMPLE), _identities(database)
+            named = pl.DataFrame(
+                [(*key, name) for key, name in metrics.items()],
+                schema={"type": pl.Int64, "metric_id": pl.Int64, "metric": pl.String}, orient="row",
+            )  # fmt: skip
     except (sqlite3.Error, TypeError, ValueError, OverflowError) as error:
         raise RunFormatError(f"{path}: not an export of GPU metrics by nsys: {error}") from None
+    samples = pl.DataFrame({name: table[name] for name in table.dtype.names or ()})
+    found = samples.join(named, on=["type", "metric_id"]).sort(
+        "type", "metric_id", maintain_order=True
+    )
+    return found.with_columns(
+        pl.col("time_ns") + epoch_ns, pl.col("value") / 100, number=pl.col("type") & _GPU_MASK
+    ), gpus
 
 
 def _identities(database: sqlite3.Connection) -> dict[int, tuple[str, str]]:
@@ -263,15 +268,15 @@ def _identities(database: sqlite3.Connection) -> dict[int, tuple[str, str]]:
     return {number: (str(uuid or ""), str(at or "")) for number, _, uuid, at in rows}
 
 
-def _check_clock(path: Path, export: _Export, node: NodeFiles) -> None:
+def _check_clock(path: Path, time_ns: pl.Series, node: NodeFiles) -> None:
     """Whether the samples are of the time in which the launcher let nsys sample."""
     done = [line for line in node.of_type("burst") if line.get("status") == "recorded"]
     start, end = (
         integer(done[-1].get(name)) if done else None for name in ("start_wall_ns", "end_wall_ns")
     )
-    if start is None or end is None or not len(export.samples):
+    if start is None or end is None or time_ns.is_empty():
         return
-    middle_ns = export.epoch_ns + int(np.median(export.samples["time"]))
+    middle_ns = int(np.median(time_ns))
     off_ns = max(start - middle_ns, middle_ns - end)
     if off_ns > CLOCK_LIMIT_NS:
         raise RunFormatError(
@@ -292,25 +297,6 @@ def _recorded_gpus(node: NodeFiles) -> dict[str, int]:
             words = (plain_uuid(entity.get("uuid")), _bus(str(entity.get("bus_id") or "")))
             found |= {word: key[0] for word in words if word}
     return found
-
-
-def _frames(export: _Export, node: NodeFiles, gpus: Mapping[int, _Gpu]) -> Iterator[pl.DataFrame]:
-    """One frame per GPU and metric."""
-    samples = export.samples
-    for kind, metric in sorted(export.metrics):
-        rows = samples[(samples["type"] == kind) & (samples["metric"] == metric)]
-        if not len(rows):
-            continue
-        name, (entity, index, rank) = export.metrics[kind, metric], gpus[kind & _GPU_MASK]
-        full = name.startswith("nvlink_") and bool((rows["value"] == 100).all())
-        facts = {"host": node.host, "source": SOURCE, "entity": entity, "rank": rank, "gpu": index,
-                 "metric": name, "unit": "ratio", "flag": "saturated" if full else None,
-                 **({"value": None} if full else {})}  # fmt: skip
-        frame = pl.DataFrame(
-            {"time_ns": rows["time"] + export.epoch_ns, "value": rows["value"] / 100}
-        )
-        words = [pl.lit(word, COUNTER_SCHEMA[name]).alias(name) for name, word in facts.items()]
-        yield frame.with_columns(words).select(*COUNTER_SCHEMA)
 
 
 def _bus(address: str) -> str:

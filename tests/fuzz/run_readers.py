@@ -438,8 +438,8 @@ def reach_seeds() -> list[bytes]:
 
 def read_nsys(data: bytes) -> object:
     """An export of Nsight Systems: an SQLite file."""
-    found = read_export(put("gpu.sqlite", data))
-    return sorted(found.metrics.values()), len(found.gpus), len(found.samples) > 0
+    samples, gpus = read_export(put("gpu.sqlite", data))
+    return sorted(samples["metric"].unique()), len(gpus), samples.height > 0
 
 
 @cache
