@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from haiprof.base.code_places import Frame, own_frame
@@ -405,14 +405,12 @@ def _own_stack() -> tuple[list[Frame], Any]:
     """Frames of this thread outside this module, outermost first, and the innermost module."""
     frames: list[Frame] = []
     module = None
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe()):
         code = frame.f_code
         if code.co_filename != __file__:
-            frames.append((code.co_filename, frame.f_lineno or 0, code.co_name))
+            frames.append((code.co_filename, line or 0, code.co_name))
             if module is None and code.co_filename.endswith(_MODULE_FILE):
                 module = frame.f_locals.get("self")
-        frame = frame.f_back
     return frames[::-1], module
 
 

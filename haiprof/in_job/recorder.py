@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from haiprof.base.descriptors import Descriptor
@@ -425,11 +426,7 @@ class Recorder:
 
 def is_foreign(error: BaseException) -> bool:
     """Whether a signal handler of the job raised it, while our lines happened to run."""
-    codes = set()
-    traceback = error.__traceback__
-    while traceback is not None:
-        codes.add(traceback.tb_frame.f_code)
-        traceback = traceback.tb_next
+    codes = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
     return any(
         getattr(part, "__code__", None) in codes
         for number in signal.valid_signals()

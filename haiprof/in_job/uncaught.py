@@ -16,7 +16,9 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import BuiltinFunctionType, TracebackType
@@ -282,13 +284,5 @@ def _shorten(message: str) -> str:
 
 def _frames(traceback: TracebackType | None) -> list[Frame]:
     """From the outermost to the innermost; of a deep recursion the middle is left out."""
-    frames: list[Frame] = []
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        frames.append((code.co_filename, traceback.tb_lineno or 0, code.co_name))
-        if len(frames) > 4 * (_OUTER_FRAMES + _INNER_FRAMES):
-            del frames[_OUTER_FRAMES:-_INNER_FRAMES]
-        traceback = traceback.tb_next
-    if len(frames) > _OUTER_FRAMES + _INNER_FRAMES:
-        del frames[_OUTER_FRAMES:-_INNER_FRAMES]
-    return frames
+    found = ((f.f_code.co_filename, n or 0, f.f_code.co_name) for f, n in walk_tb(traceback))
+    return [*islice(found, _OUTER_FRAMES), *deque(found, maxlen=_INNER_FRAMES)]

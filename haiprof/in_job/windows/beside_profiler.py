@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any
 
@@ -91,12 +92,10 @@ class ForwardLines:
         if sys.gettrace() is not None:
             return TAKEN
         self._on = True
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe()):
             if frame.f_trace is None and self._is_of_job(frame.f_code):
                 frame.f_trace = self._step
                 self._entered.append(frame)
-            frame = frame.f_back
         sys.settrace(self._call)
         return None
 
