@@ -473,11 +473,8 @@ def _lines_of(
     number: int, libraries: Sequence[str], samples: Columns, tree: code_samples.CodeTree
 ) -> Iterator[dict[str, Any]]:
     """Header and samples of a process that stands for all of a worker."""
-    used: set[int] = set()
-    for stack in np.unique(samples["stack"]).tolist():
-        while stack not in used and stack:
-            used.add(stack)
-            stack = int(tree.parent[stack])
+    sampled = np.unique(samples["stack"]).tolist()
+    used = {at for stack in sampled for at in tree.outwards(stack)}
     stacks = {stack: at for at, stack in enumerate(sorted(used), start=1)} | {0: 0}
     frames = {place: at for at, place in enumerate(sorted({int(tree.place[s]) for s in used}))}
     begin, pid = int(samples["time_ns"][0]), -1 - number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from haiprof.run_format.secrets import mask_variable
@@ -100,18 +101,15 @@ def git_head(folder: str) -> dict[str, Any]:
 
 def _repository(folder: str) -> tuple[str, str]:
     """Root of the working tree and the folder of git's files; empty where there are none."""
-    while True:
-        dot = os.path.join(folder, ".git")
+    for place in (folder, *map(str, Path(folder).parents)):
+        dot = os.path.join(place, ".git")
         if os.path.isdir(dot):
-            return folder, dot
+            return place, dot
         if os.path.isfile(dot):  # a worktree or a submodule
             line = _text(dot) or ""
             target = line[7:].strip() if line.startswith("gitdir:") else ""
-            return (folder, os.path.normpath(os.path.join(folder, target))) if target else ("", "")
-        above = os.path.dirname(folder)
-        if above == folder:
-            return "", ""
-        folder = above
+            return (place, os.path.normpath(os.path.join(place, target))) if target else ("", "")
+    return "", ""
 
 
 def _commit(text: str | None) -> str | None:
