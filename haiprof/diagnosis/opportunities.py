@@ -428,7 +428,7 @@ def _main_position(table: ledger.TimeTable, rows: Ints | list[int]) -> int:
 
 
 def main_place(tree: CodeTree, stacks: Ints, weight: Floats) -> CodePlace | None:
-    """The job's line in or below which most of some stacks are; None where no line holds most."""
+    """The job's line that most of some stacks are in, innermost; None where no line holds most."""
     inner = innermost_stack(tree)[stacks]
     place = np.append(tree.line_places(), -1)[inner]
     held = np.bincount(place + 1, weight)
@@ -436,6 +436,20 @@ def main_place(tree: CodeTree, stacks: Ints, weight: Floats) -> CodePlace | None
     if not most or held[most] < _MOST * held.sum():
         return None
     return code_place(tree, int(inner[place == most - 1][0]))
+
+
+def calling_place(tree: CodeTree, stacks: Ints, weight: Floats) -> CodePlace | None:
+    """The innermost of the job's lines that most of some stacks are in or below."""
+    held, inside, line = dict[int, float](), dict[int, int](), tree.line_places()
+    whole, share = np.unique(stacks, return_inverse=True)
+    for stack, ns in zip(whole.tolist(), np.bincount(share, weight).tolist(), strict=True):
+        own = {int(line[at]): at for at in tree.outwards(stack) if not tree.library[tree.place[at]]}
+        for each, at in own.items():
+            held[each] = held.get(each, 0.0) + ns
+            inside.setdefault(each, at)
+    most = [inside[each] for each, ns in held.items() if ns >= _MOST * weight.sum()]
+    innermost = max(most, key=lambda at: len([*tree.outwards(at)]), default=None)
+    return None if innermost is None else code_place(tree, innermost)
 
 
 def _find_checkpointing(table: ledger.TimeTable) -> CodePlace | None:

@@ -18,7 +18,7 @@ from haiprof.base.intervals import Intervals, covered_lengths, total
 from haiprof.base.ledger import PROBLEM_RATIO
 from haiprof.base.units import ranks_text, ratio_text, visible
 from haiprof.diagnosis.machine_causes import SETS_THREADS, used_by_others
-from haiprof.diagnosis.opportunities import main_place
+from haiprof.diagnosis.opportunities import calling_place
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, typical_rank, usual_split
 from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPABILITY
 from haiprof.diagnosis.verdict import CodeLine, Finding, Severity, evidence_rows, make_finding
@@ -621,7 +621,7 @@ def _called_in(samples: CodeSamples, calls: Intervals, share: float) -> tuple[Co
     """The job's line that most of some calls is in, with those that lead there."""
     time_ns = samples.time_ns
     inside = (samples.worker < 0) & (covered_lengths(calls, time_ns, time_ns + 1) > 0)
-    at = main_place(samples.tree, samples.stack[inside], samples.weight_ns[inside])
+    at = calling_place(samples.tree, samples.stack[inside], samples.weight_ns[inside])
     if at is None:
         return ()
     return (CodeLine(

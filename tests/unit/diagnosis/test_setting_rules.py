@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,9 @@ TEACHER = {
 }  # fmt: skip
 
 
-def with_gradients(root: Path, **root_line: Any) -> dict[str, Finding]:
+def with_gradients(
+    root: Path, *, asks: Iterator[Stack] | None = None, **root_line: Any
+) -> dict[str, Finding]:
     """A student and a teacher that are called in turn, and what is left of gradients of these."""
     rows = repeated(
         [(schema.FORWARD, 4), (schema.FORWARD_EVAL, 6), (schema.BACKWARD, 20),
@@ -198,9 +201,9 @@ def with_gradients(root: Path, **root_line: Any) -> dict[str, Finding]:
     write_rank(write_run(root), spans_from(spans))
     note(root, 0, type="unused_gradients", roots=[TEACHER | root_line])
     told(root)
-    asks = (SCRIPT, job(44, "main"), MODULE, FORWARD)
+    asks = asks or itertools.repeat((SCRIPT, job(44, "main"), MODULE, FORWARD))
     write_samples(
-        root, lambda *at: asks if at[0] == "forward" else (SCRIPT, job(43, "main"), ENGINE)
+        root, lambda *at: next(asks) if at[0] == "forward" else (SCRIPT, job(43, "main"), ENGINE)
     )
     return of_settings(judged(root))
 
@@ -423,6 +426,14 @@ def test_gradients_that_no_optimizer_uses_gain_what_is_known_of_their_backward(
         assert found.gain.step_ns - found.gain.high_ns < 0.8 * gain_ns, "it rests on forward"
         assert found.severity == "critical"
         assert found.code_lines[0].callers == ("train.py:44 main", "train.py:300 <module>")
+
+
+def test_a_model_that_is_spread_over_lines_is_named_by_what_calls_it(root: Path) -> None:
+    """None of its own four lines has most of its forward."""
+    lines = itertools.cycle([(SCRIPT, job(44, "main"), MODULE, job(n, "Net.forward"))
+                             for n in (7, 8, 9, 10)])  # fmt: skip
+    found = with_gradients(root, asks=lines)["unused_gradients"]
+    assert found.code_lines[0].location == "train.py:44 main"
 
 
 def test_gradients_made_in_vain_gain_their_part_of_the_passes_that_make_them(root: Path) -> None:
