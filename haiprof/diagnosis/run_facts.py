@@ -511,7 +511,7 @@ RULES: tuple[Rule, ...] = (
     standstill, first_batch, compilation, memory_creep, memory_pressure,
     gpu_memory_limit, allocator_retries, page_faults, numa_placement,
     settings_facts.anomaly_detection, settings_facts.distribution_checks,
-    settings_facts.tracemalloc, settings_facts.profiler_left_on,
+    settings_facts.embedding_norms, settings_facts.tracemalloc, settings_facts.profiler_left_on,
     settings_facts.call_hook, settings_facts.costly_switches, settings_facts.double_precision,
     settings_facts.deterministic_mode, settings_facts.mkldnn_off,
     settings_facts.unused_gradients, settings_facts.discarded_gradients,

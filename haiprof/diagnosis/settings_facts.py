@@ -223,21 +223,40 @@ def tracemalloc(inputs: RuleInputs) -> Finding | None:
     )
 
 
+def _sampled(
+    inputs: RuleInputs, code: tuple[tuple[str, str], ...], title: str, remedy: str
+) -> Finding | None:
+    """What some functions of torch do, which an argument leaves out."""
+    ratio = _sampled_ratio(inputs, code)
+    if ratio is None or ratio < PROBLEM_RATIO / 5:
+        return None
+    row = ("that, of the step (samples)", ratio, "ratio")
+    return make_finding(title, remedy, row, seen_in=code)
+
+
 @_setting()
 def distribution_checks(inputs: RuleInputs) -> Finding | None:
     """torch.distributions looks through the arguments and samples of each distribution."""
-    ratio = _sampled_ratio(inputs, _CHECKS_ARGUMENTS)
-    if ratio is None or ratio < PROBLEM_RATIO / 5:
-        return None
-    return make_finding(
+    return _sampled(
+        inputs, _CHECKS_ARGUMENTS,
         "torch.distributions checks the arguments of each distribution that is made, and what its "
         "log_prob is asked for",
         "torch.distributions.Distribution.set_default_validate_args(False), or validate_args=False "
         "where it is made, once the code is right; of a diagonal covariance, Independent(Normal) "
         "in place of MultivariateNormal",
-        ("checking, of the step (samples)", ratio, "ratio"),
-        seen_in=_CHECKS_ARGUMENTS,
-    )
+    )  # fmt: skip
+
+
+@_setting()
+def embedding_norms(inputs: RuleInputs) -> Finding | None:
+    """nn.Embedding(max_norm=...) goes over the rows that are looked up before each lookup."""
+    return _sampled(
+        inputs, (("/torch/nn/functional.py", "_no_grad_embedding_renorm_"),),
+        "nn.Embedding(max_norm=...) measures each row before it is looked up, and scales it down "
+        "in place",
+        "leave max_norm out and scale what was looked up (F.normalize), or the whole table every N "
+        "steps: table.weight.data.copy_(torch.renorm(table.weight.data, 2, 0, max_norm))",
+    )  # fmt: skip
 
 
 _CALLED_AT = {
@@ -646,7 +665,7 @@ def unfused_adam(inputs: RuleInputs) -> Finding | None:
     # It is torch's default, and so a fact however long it takes; the ledger's own work of the
     # optimizer gives its gain. Source: torch.optim, "Algorithms"; on CPUs since PyTorch 2.4.
     loops = [each.name for each in _optimizers(inputs) if each.name in ("Adam", "AdamW")
-             and not each.fused and each.devices == ("cpu",)]  # fmt: skip
+             and not each.fused and not each.mixed and each.devices == ("cpu",)]  # fmt: skip
     least, usual, most = FUSED_GAINS
     if not loops or touched_ratio(inputs, ("optimizer",)) * least < PROBLEM_RATIO:
         return None

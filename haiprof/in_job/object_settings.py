@@ -76,6 +76,7 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
         "name": type(optimizer).__name__, "group_count": len(groups), "tensor_count": len(tensors),
         **{name: _switch(first.get(name)) for name in _SWITCHES}, "dtypes": _sums(alike, 0),
         "devices": _sums(alike, 1),
+        "mixed": len({type(each).__name__ == "DTensor" for each in tensors[:PART_LIMIT]}) > 1,
     }  # fmt: skip
 
 

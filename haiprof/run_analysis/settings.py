@@ -68,6 +68,7 @@ class OptimizerSettings:
     fused: bool | None
     capturable: bool | None
     devices: tuple[str, ...]
+    mixed: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

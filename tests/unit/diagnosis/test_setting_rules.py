@@ -273,6 +273,7 @@ def full(**flags: Any) -> dict[str, Any]:
         (on_cpus, {"variables": {"ONEDNN_MAX_CPU_ISA": "SSE41"}}, ("costly_switches",)),
         (on_cpus, {"variables": {"ONEDNN_MAX_CPU_ISA": "ALL"}}, ()),
         (long_updates, {}, ("unfused_adam",)),
+        (long_updates, {"optimizer": {"mixed": True}}, ()),  # DTensors and others: it refuses
         (long_updates, {"optimizer": {"fused": True}}, ()),
         (long_updates, {"optimizer": {"name": "SGD"}}, ()),  # which gains nothing
         (on_gpu, UNPRICED,

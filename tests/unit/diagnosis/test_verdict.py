@@ -1473,23 +1473,26 @@ def test_a_metric_is_no_work_of_the_models_and_may_be_the_loss_where_it_has_a_gr
     assert (found.severity == "info") == (inside == "graph")
 
 
+@pytest.mark.parametrize(("rule", "file", "function", "remedy"), [
+    ("distribution_checks", "distributions/distribution.py", "Distribution.__init__",
+     "set_default_validate_args(False)"),
+    ("embedding_norms", "nn/functional.py", "_no_grad_embedding_renorm_", "leave max_norm out"),
+])  # fmt: skip
 @pytest.mark.parametrize(("part", "said"), [(0.5, 0.5), (0.01, None)])
-def test_what_distributions_check_is_a_setting_with_its_price(
-    root: Path, part: float, said: float | None
+def test_what_torch_does_that_an_argument_leaves_out_is_a_setting_with_its_price(
+    root: Path, part: float, said: float | None, rule: str, file: str, function: str, remedy: str
 ) -> None:
-    check = (f"{SITE}/torch/distributions/distribution.py", 60, "Distribution.__init__")
-    of_normal = (f"{SITE}/torch/distributions/normal.py", 60, "Normal.__init__")
-    stack = (SCRIPT, MAIN, MODULE, FORWARD, of_normal, check)
+    stack = (SCRIPT, MAIN, MODULE, FORWARD, (f"{SITE}/torch/{file}", 60, function))
     write_sampled(root, lambda *_: (0.2, 20.0, 10.0, 2.0),
                   {"forward": every(round(1 / part), stack, "forward")}, lock="h")  # fmt: skip
     told(root)
-    found = [f for f in judged(root).findings if f.rule == "distribution_checks"]
+    found = [f for f in judged(root).findings if f.rule == rule]
     assert len(found) == (said is not None)
     if said is not None:
         assert found[0].gain is not None
         gain = found[0].gain.step_ns - found[0].gain.left_ns
         assert gain == pytest.approx(said * 20e6, rel=0.1)
-        assert "set_default_validate_args(False)" in found[0].remedy
+        assert remedy in found[0].remedy
 
 
 @pytest.mark.parametrize(("waiting", "input_ms", "worker", "title", "sure"), [
