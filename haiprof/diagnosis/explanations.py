@@ -557,8 +557,8 @@ def _link(question: Question) -> Finding:
     spares = "" if skips else "accumulate with no_sync(), "
     spares += "compress with a communication hook (bf16_compress_hook)"
     if is_sharded:
-        spares = "MixedPrecisionPolicy(param_dtype=torch.bfloat16), of FullyShardedDataParallel "
-        spares += "MixedPrecision"
+        spares = "MixedPrecisionPolicy(param_dtype=torch.bfloat16), with FullyShardedDataParallel "
+        spares += "MixedPrecision(param_dtype=torch.bfloat16)"
     return Finding(
         rule="link_bound",
         cause="small_buckets" if buckets else None,

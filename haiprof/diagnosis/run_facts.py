@@ -318,9 +318,10 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
         keeps = ": the job's own profiler keeps what it records until it stops"
         remedy, setting = profiler.remedy, profiler.setting
     larger = _inputs_growth(inputs, rank)
-    if larger is not None and larger - 1 >= share / 2:
+    is_explained = larger is not None and larger - 1 >= share / 2
+    if larger is not None and is_explained:
         keeps += f": its inputs are {number_text(larger)} times as large at the end"
-        is_sure = is_near = False
+        is_sure = is_soon = is_near = False
     return make_finding(
         f"{what} grows by {bytes_text(round(per_step))} per step on rank {rank}, "
         f"{ratio_text(share)} so far{keeps}" + (f"; {ahead}" if is_soon else ""),
@@ -331,7 +332,7 @@ def memory_creep(inputs: RuleInputs) -> Finding | str | None:
         ("memory counters that grow so, of all ranks", float(len(grown)), "count"),
         severity="critical" if is_near else "warning" if is_sure else "info", confidence=0.8,
         rank=rank, setting=setting,
-        missing=(_NO_LINE,) if is_sure or larger else (_NO_LINE, _SHORT),
+        missing=(_NO_LINE,) if is_sure or is_explained else (_NO_LINE, _SHORT),
     )  # fmt: skip
 
 

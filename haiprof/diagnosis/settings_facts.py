@@ -583,11 +583,15 @@ WEIGHTS_OF_BACKWARD = (0.36, 0.43, 0.51)
 convolutions, linear layers and attention (settings_price.md); those of an LSTM take nothing."""
 
 
+_RECURRENT = {"LSTM", "GRU", "RNN"}
+
+
 @_setting()
 def discarded_gradients(inputs: RuleInputs) -> Finding | None:
     """Gradients are computed that are cleared before their optimizer's step."""
     # A generator's loss goes back through a discriminator, whose weights get gradients that its
-    # own step does not want. What these take is known by the discriminator's share of forward.
+    # own step does not want. What these take is known by the discriminator's share of the forward
+    # of that pass, where it has no other parameters.
     rank, thrown = max(
         ((rank, [x for x in each.discarded_gradients if x.tensor_count])
          for rank, each in inputs.settings.items()),
@@ -598,24 +602,32 @@ def discarded_gradients(inputs: RuleInputs) -> Finding | None:
     (root, calls), (_, passes), (tag, steps) = (
         inputs.analyzer.phase_spans(rank, name) for name in ("forward", "backward", "optimizer")
     )
-    next_is_other = np.append(np.isin(tag, thrown[0].by), [False])
-    in_turn, own = (
-        next_is_other[np.searchsorted(steps.starts, each.starts)] for each in (calls, passes)
-    )
     call_ns, pass_ns = (each.ends - each.starts for each in (calls, passes))
-    is_theirs = np.isin(root, [x.root or 0 for x in thrown])
-    is_asked = is_theirs & in_turn
-    asked, others = (float(call_ns[of].sum()) for of in (is_asked, ~is_theirs))
-    of_forward = asked / max(asked + others, 1.0)
-    of_backward = float(pass_ns[own].sum()) / max(float(pass_ns.sum()), 1.0)
+    next_tag = np.append(tag, -1)
+    of_call, of_pass = (
+        next_tag[np.searchsorted(steps.starts, each.starts)] for each in (calls, passes)
+    )
+    models, settings = inputs.settings[rank].models, inputs.settings
+    recurrent = {each.name for each in models if _RECURRENT & each.layers.keys()}
+    share, asked = 0.0, np.zeros(len(root), dtype=np.bool_)
+    for each in thrown:
+        if each.other_count or each.name in recurrent or inputs.uses_gpu:
+            continue
+        own = np.isin(of_pass, each.by)
+        theirs = np.isin(of_call, each.by) & (root == each.root)
+        # What the pass goes through besides may have been called before: once for each pass.
+        others = (call_ns[root == other] for other in np.unique(root[root != each.root]))
+        beside = sum(min(float(ns.mean()) * own.sum(), float(ns.sum())) for ns in others)
+        forward_ns = float(call_ns[theirs].sum())
+        ratio = forward_ns / max(forward_ns + beside, 1.0)
+        share += ratio * float(pass_ns[own].sum()) / max(float(pass_ns.sum()), 1.0)
+        asked |= theirs
     least, usual, _ = WEIGHTS_OF_BACKWARD
-    ratio = 0.0 if inputs.uses_gpu else usual * of_forward * of_backward
     tensors, numbers = (
         float(sum(n or 0 for n in counts))
         for counts in ((x.tensor_count for x in thrown), (x.number_count for x in thrown))
     )
-    models = inputs.settings[rank].models if len(inputs.world) > 1 else ()
-    exchanged = sum(model.trainable_count or 0 for model in models)
+    exchanged = sum(each.trainable_count or 0 for each in models) if len(settings) > 1 else 0
     names = ", ".join(dict.fromkeys(visible(x.name or "a module") for x in thrown))
     return make_finding(
         f"gradients of {names} are made in another optimizer's backward pass and cleared before "
@@ -623,16 +635,16 @@ def discarded_gradients(inputs: RuleInputs) -> Finding | None:
         "requires_grad_(False) for its parameters while that pass is made, and True after it; or "
         "loss.backward(inputs=list(generator.parameters())), with the parameters that it is for",
         ("parameters", tensors, "count"), ("numbers in them", numbers, "count"),
-        ("their modules, of the forward of these passes", of_forward, "ratio"),
-        (f"of a layer's backward, its weights' ({MEASURED})", usual, "ratio"),
+        *([("their modules' part of backward", share, "ratio"),
+           (f"of a layer's backward, its weights' ({MEASURED})", usual, "ratio")] if share else []),
         confidence=0.8, phases=("backward",), unsure_ratio=1 - least / usual,
-        work_ratio=ratio,
+        work_ratio=usual * share,
         code_lines=_called_in(
-            inputs.load_samples(rank), Intervals(*(edges[is_asked] for edges in calls)),
-            ratio * touched_ratio(inputs, ("backward",)),
-        ) if ratio else (),
+            inputs.load_samples(rank), Intervals(*(edges[asked] for edges in calls)),
+            usual * share * touched_ratio(inputs, ("backward",)),
+        ) if share else (),
         exchange_ratio=numbers / (exchanged + numbers) if exchanged else 0.0,
-        missing=("which part of backward is theirs",) if not ratio and not inputs.uses_gpu else (),
+        missing=("which part of backward is theirs",) if not share and not inputs.uses_gpu else (),
     )  # fmt: skip
 
 

@@ -165,8 +165,8 @@ class Installer:
         self._hooks.look()
         self._sizes.look(self.state.steps_so_far(), tag, args, kwargs)
 
-    def _look_at_gradients(self) -> None:
-        if self._gradients.look(self.state.steps_so_far()):
+    def _look_at_gradients(self, optimizer: Any) -> None:
+        if self._gradients.look(self.state.steps_so_far(), optimizer):
             self.state.after_step, self.state.slow = self._look_at_gradients, True
 
     def _forward(self) -> None:

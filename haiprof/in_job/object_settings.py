@@ -231,7 +231,7 @@ class UnusedGradients:
         self._unused: set[int] = set()
         self._passed: set[int] | None = None
         self._walks = _WALKS
-        self._ends: list[_StepEnd] | None = []  # None: it is known
+        self._ends: list[_StepEnd] | None = []  # None: they were followed
 
     @property
     def wants_graph(self) -> bool:
@@ -251,7 +251,7 @@ class UnusedGradients:
         is_later = step > max(self._step, _GRADIENT_STEPS)
         return bool(self._pauses) and is_later and _now() - self._looked_ns >= self._pauses[0]
 
-    def look(self, step: int) -> bool:
+    def look(self, step: int, optimizer: Any) -> bool:
         """An optimizer's step is over; says whether the end of the next one is to be looked at."""
         # Here, on the training thread: backward writes gradients without the interpreter lock.
         modes = sys.modules.get("torch._C")
@@ -260,7 +260,7 @@ class UnusedGradients:
         try:
             if self.is_due(step):
                 self._look(step)
-            return self._follow(step)
+            return self._follow(step, optimizer)
         except Exception as error:
             self._pauses.clear()
             line = {"type": "settings_failed", "time_ns": _now()}
@@ -280,7 +280,7 @@ class UnusedGradients:
                 "roots": [_unused_in(root, piled, used, self._passed) for root in every],
             })  # fmt: skip
         self._unused = self._seen.keys() - used
-        if not self._unused:
+        if not self._unused and self._ends is None:
             self._pauses.clear()
         self._looked_ns, self._step = _now(), step
 
@@ -289,61 +289,88 @@ class UnusedGradients:
         return {id(p): (tag, p) for tag, optimizer in self._optimizers()
                 for group in optimizer.param_groups for p in group["params"]}  # fmt: skip
 
-    def _follow(self, step: int) -> bool:
+    def _follow(self, step: int, optimizer: Any) -> bool:
         """Reads the ends of some steps in a row, where several optimizers take turns."""
         owners = self._find_owners() if self._ends is not None else {}
         if self._ends is None or len({tag for tag, _ in owners.values()}) < 2:
             return False
         began_ns = _now()
-        self._ends.append({key: end for key, (_, p) in owners.items()
-                           if (end := _end_of_step(p)) is not None})  # fmt: skip
-        if len(self._ends) < _ENDS:
-            return True
-        discarded, by = _find_discarded(self._ends)
-        self._ends = None
+        if len(owners) <= PART_LIMIT:
+            tag = next((tag for tag, each in self._optimizers() if each is optimizer), 0)
+            gradients = {key: _gradient_of(p) for key, (_, p) in owners.items()}
+            self._ends.append((tag, gradients))
+            if len(self._ends) < _ENDS:
+                return True
+        ends, self._ends = self._ends, None
+        discarded = _find_discarded(ends, {key: tag for key, (tag, _) in owners.items()})
         if discarded:
-            every = [(tag, _modules_and_parameters(module)[1]) for tag, module in self._roots()]
-            parts = [(tag, [p for p in own if id(p) in discarded]) for tag, own in every]
-            tags = {owners[key][0] for key in by if key in owners}
+            entries = []
+            for tag, root in self._roots():
+                own = [p for p in _modules_and_parameters(root)[1] if id(p) in owners]
+                part = [p for p in own if id(p) in discarded]
+                by = {discarded[id(p)] for p in part}
+                entries.append({
+                    "root": tag, "tensor_count": len(part), "other_count": len(own) - len(part),
+                    "number_count": sum(p.numel() for p in part), "by": sorted(by),
+                })  # fmt: skip
             self._lines.append({
                 "type": DISCARDED, "time_ns": began_ns, "step": step, "cost_ns": _now() - began_ns,
-                "roots": [{"root": tag, "tensor_count": len(part), "by": sorted(tags),
-                           "number_count": sum(p.numel() for p in part)} for tag, part in parts],
+                "roots": entries,
             })  # fmt: skip
         return False
 
 
 _ENDS = 8  # of steps that are followed: five of a critic, one of a generator, and two more
-_StepEnd = dict[int, tuple[int, int, int]]
-"""By a parameter's id: its version; address and version of its gradient, 0 and -1 for none."""
+_Gradient = tuple[int, int, bool] | None
+"""Address and version of a parameter's gradient, 0 and -1 for none, and whether the parameter
+trains. None: nothing is known of what is made of it, as the next one is not added in place."""
+_StepEnd = tuple[int, dict[int, _Gradient]]  # The optimizer's tag; by a parameter's id
 
 
-def _end_of_step(parameter: Any) -> tuple[int, int, int] | None:
-    gradient = parameter.grad if _is_plain(type(parameter)) and parameter.is_leaf else None
+def _gradient_of(parameter: Any) -> _Gradient:
+    if not _is_plain(type(parameter)) or not parameter.is_leaf:
+        return None
+    gradient = parameter.grad
     if gradient is None:
-        return None if not _is_plain(type(parameter)) else (parameter._version, 0, -1)
-    # To such a one the next is not added in place: a new tensor says nothing.
+        return 0, -1, parameter.requires_grad
     adds_in_place = not gradient.requires_grad and str(gradient.layout) == "torch.strided"
-    return (parameter._version, gradient._cdata, gradient._version) if adds_in_place else None
+    known = gradient._cdata, gradient._version, parameter.requires_grad
+    return known if adds_in_place else None
 
 
-def _find_discarded(ends: list[_StepEnd]) -> tuple[set[int], set[int]]:
-    """Parameters whose gradient was made for a step of others and then cleared, and the others."""
-    found, by = set[int](), set[int]()
-    for key in set(ends[0]).intersection(*ends[1:]):
-        left: tuple[int, int, set[int]] | None = None  # made, and not used so far
-        for before, after in pairwise(ends):
-            _, address, writes = after[key]
-            if after[key][0] != before[key][0]:  # its own optimizer's step
-                if left is not None and (address != left[0] or writes < left[1]):
-                    found.add(key)
-                    by |= left[2]
-                left = None
-            elif address and after[key] != before[key]:
-                others = {other for other in after if other in before
-                          and after[other][0] != before[other][0]}  # fmt: skip
-                left = address, writes, others
-    return found, by
+def _find_discarded(ends: list[_StepEnd], owners: dict[int, int]) -> dict[int, int]:
+    """Parameters whose gradient another optimizer's pass made in vain, with that one's tag."""
+    # What else writes to gradients, as clipping does, writes to those of who steps, too, for which
+    # backward is one more. In the first step of others since its own: in a later one, a gradient
+    # may be of a pass of its own, whose step was skipped.
+    found = dict[int, int]()
+    usual = [0]
+    for (_, before), (tag, after) in pairwise(ends):
+        writes = (_count_writes(before.get(key), now) for key, now in after.items()
+                  if owners.get(key) == tag)  # fmt: skip
+        usual.append(max(writes, default=0))
+    for key, owner in owners.items():
+        left: tuple[int, int, int] | None = None  # made, and not used so far
+        since: set[int] | None = None  # who has stepped since its own step
+        for at in range(1, len(ends)):
+            (_, before), (tag, after) = ends[at - 1], ends[at]
+            now = after.get(key)
+            if tag == owner:
+                if left is not None and now and (now[0] != left[0] or now[1] < left[1]):
+                    found[key] = left[2]
+                left, since = None, set()
+            elif since is not None and tag not in since:
+                since.add(tag)
+                if now and now[2] and _count_writes(before.get(key), now) >= usual[at] > 0:
+                    left = now[0], now[1], tag
+    return found
+
+
+def _count_writes(before: _Gradient, after: _Gradient) -> int:
+    """How often a gradient was written to; to a new one once more than its version says."""
+    if not before or not after or not after[0]:
+        return 0
+    return after[1] - before[1] if before[0] == after[0] else after[1] + 1
 
 
 _GRADIENT_PAUSES_NS = (0, _OFTEN_NS, _SELDOM_NS, 10 * _SELDOM_NS)

@@ -89,7 +89,7 @@ class State(Gate):
         self.inputs: Callable[[int, tuple[Any, ...], dict[str, Any]], None] | None = None
         """Receives the number of a root module in training and its arguments: of all calls where
         GPU memory is recorded, else of one a second, and None in between."""
-        self.after_step: Callable[[], None] | None = None
+        self.after_step: Callable[[Any], None] | None = None
         """Called once, at the end of the next optimizer step, while `slow` is set."""
         self.before_backward: Callable[[Any], None] | None = None
         """The same before the next backward pass, with what it begins at."""
@@ -193,7 +193,7 @@ class State(Gate):
         if not self.recorder.armed:
             self.recorder.arm()
 
-    def end_step(self, mark: Callable[[], None] | None, end_ns: int) -> None:
+    def end_step(self, mark: Callable[[], None] | None, end_ns: int, optimizer: Any) -> None:
         """The rarer part of an optimizer step's end: an interval on the device is over."""
         if mark is not None:
             mark()
@@ -201,7 +201,7 @@ class State(Gate):
             self.device.close(end_ns)
         act, self.after_step = self.after_step, None
         if act is not None:
-            act()
+            act(optimizer)
 
     def wait_for_boundary(self) -> None:
         """Put in while the job runs: begins between two steps, not inside a module's call."""
@@ -420,7 +420,7 @@ def optimizer_hooks(state: State, optimizers: Registry) -> tuple[Any, Any]:
             if state.slow:
                 if not state.stepped:
                     state.train(stepped=True)
-                state.end_step(mark, end)
+                state.end_step(mark, end, optimizer)
                 mark = None
         except Exception as error:
             start = 0

@@ -109,6 +109,7 @@ _WAITS_FOR_HANDLE = re.compile(r"\.wait\([^()]*\)\s*\Z")
 _POINT_TO_POINT = {
     "send", "isend", "send_object_list", "recv", "irecv", "recv_object_list", "batch_isend_irecv",
 }  # fmt: skip
+_OF_RANKS = re.compile(r"/torch/distributed/(?!checkpoint/)")
 PIPELINE_FILE = "/torch/distributed/pipelining/schedules.py"
 WORKER_LOADER = "_MultiProcessingDataLoaderIter."
 """Begins the names of what takes batches from workers."""
@@ -617,12 +618,13 @@ def _activities(samples: CodeSamples, packages: Sequence[str], *, uses_gpu: bool
     takes_over = ready & np.isin(found, ON_CORE)
     found = np.where(in_loader & ~takes_over, LOADER_WAIT, found)
     found = np.where(samples.lock_wait == LOCK_WAITED_FOR, GIL_WAIT, found)
-    # Code of torch.distributed that is off its core waits for what it has begun with other ranks.
-    of_ranks = np.array([*("/torch/distributed/" in f.file for f in tree.frames), False])
-    waits_there = of_ranks[place][samples.stack] & waiting[samples.stack]
-    found = np.where(
-        tree.holds(exchange_frames(tree))[samples.stack] | waits_there, LINK_WAIT, found
-    )
+    # Code of torch.distributed that is at a lock waits for what it has begun with other ranks.
+    of_ranks = [_OF_RANKS.search(frame.file) is not None for frame in tree.frames]
+    at_lock = np.bincount(samples.stack, samples.wait == WAITS.index("lock"))
+    exchanges = (at_lock >= _WAITING_RATIO * count) & (at_lock > 0)
+    exchanges &= np.array([*of_ranks, False])[place][: len(exchanges)]
+    exchanges |= tree.holds(exchange_frames(tree))[: len(exchanges)]
+    found = np.where(exchanges[samples.stack], LINK_WAIT, found)
     return np.where(samples.stack == 0, UNKNOWN, found)
 
 

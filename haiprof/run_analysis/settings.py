@@ -126,6 +126,7 @@ class DiscardedGradients:
     name: str | None  # its class
     tensor_count: int | None
     number_count: int | None
+    other_count: int | None
     by: tuple[int, ...]
 
 

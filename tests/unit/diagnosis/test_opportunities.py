@@ -395,6 +395,27 @@ def test_cores_that_loader_workers_take_go_with_the_wait_for_their_batches(
     assert joined_table.ns.sum() == pytest.approx(table.ns.sum())
 
 
+@pytest.mark.parametrize(
+    ("file", "wait", "activity"),
+    [
+        ("pipelining/schedules.py", "lock", "wait: link"),
+        ("fsdp/_runtime_utils.py", "none", "operators"),  # it computes there
+        ("checkpoint/filesystem.py", "lock", "operators"),
+        ("checkpoint/filesystem.py", "file", "wait: file"),
+    ],
+)
+def test_torchs_own_code_for_ranks_waits_for_them_where_it_is_at_a_lock(
+    file: str, wait: str, activity: str
+) -> None:
+    stack = (SCRIPT, MAIN, (f"{SITE}/torch/distributed/{file}", 60, "_own"))
+    part = Part(position="forward", stack=stack, ms=9, wait=WAIT_LETTERS[WAITS.index(wait)])
+    table = table_of(*TRAINING, part, steps=STEPS)
+    ns = dict.fromkeys(ACTIVITIES, 0.0)
+    for each, at in zip(table.activity.tolist(), table.ns.tolist(), strict=True):
+        ns[ACTIVITIES[each]] += at
+    assert ns[activity] >= 9 * STEPS * NS_PER_MS * 0.99
+
+
 def test_receiving_starting_and_other_work_of_one_line_are_opportunities_of_their_own() -> None:
     """What workers made must be received, whatever they do, though they answer for each tensor.
 

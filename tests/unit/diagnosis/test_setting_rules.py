@@ -208,7 +208,9 @@ def with_gradients(
     return of_settings(judged(root))
 
 
-CRITIC: dict[str, object] = {"root": 2, "tensor_count": 8, "number_count": 9000, "by": [2]}
+CRITIC: dict[str, object] = {
+    "root": 2, "tensor_count": 8, "number_count": 9000, "other_count": 0, "by": [2],
+}  # fmt: skip
 
 
 def with_critic(root: Path, /, **root_line: Any) -> dict[str, Finding]:
@@ -445,10 +447,11 @@ def test_gradients_made_in_vain_gain_their_part_of_the_passes_that_make_them(roo
     assert found.code_lines[0].callers == ("train.py:44 main", "train.py:300 <module>")
 
 
-def test_gradients_made_in_vain_gain_nothing_known_where_no_call_tells_their_part(
-    root: Path,
+@pytest.mark.parametrize("line", [{"root": 7}, {"other_count": 1}], ids=["no call", "others"])
+def test_gradients_made_in_vain_gain_nothing_known_where_their_part_is_not(
+    root: Path, line: dict[str, int]
 ) -> None:
-    found = with_critic(root, root=7)["discarded_gradients"]
+    found = with_critic(root, **line)["discarded_gradients"]
     assert (found.gain, found.severity, len(found.missing)) == (None, "info", 1)
 
 
