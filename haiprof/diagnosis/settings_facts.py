@@ -230,7 +230,7 @@ def _sampled(
     ratio = _sampled_ratio(inputs, code)
     if ratio is None or ratio < PROBLEM_RATIO / 5:
         return None
-    row = ("that, of the step (samples)", ratio, "ratio")
+    row = ("its share of the step (samples)", ratio, "ratio")
     return make_finding(title, remedy, row, seen_in=code)
 
 
