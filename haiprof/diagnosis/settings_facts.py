@@ -223,7 +223,7 @@ def tracemalloc(inputs: RuleInputs) -> Finding | None:
     )
 
 
-def _sampled(
+def _judge_sampled(
     inputs: RuleInputs, code: tuple[tuple[str, str], ...], title: str, remedy: str
 ) -> Finding | None:
     """What some functions of torch do, which an argument leaves out."""
@@ -237,7 +237,7 @@ def _sampled(
 @_setting()
 def distribution_checks(inputs: RuleInputs) -> Finding | None:
     """torch.distributions looks through the arguments and samples of each distribution."""
-    return _sampled(
+    return _judge_sampled(
         inputs, _CHECKS_ARGUMENTS,
         "torch.distributions checks the arguments of each distribution that is made, and what its "
         "log_prob is asked for",
@@ -250,7 +250,7 @@ def distribution_checks(inputs: RuleInputs) -> Finding | None:
 @_setting()
 def embedding_norms(inputs: RuleInputs) -> Finding | None:
     """nn.Embedding(max_norm=...) goes over the rows that are looked up before each lookup."""
-    return _sampled(
+    return _judge_sampled(
         inputs, (("/torch/nn/functional.py", "_no_grad_embedding_renorm_"),),
         "nn.Embedding(max_norm=...) measures each row before it is looked up, and scales it down "
         "in place",
