@@ -103,7 +103,9 @@ class Page:
             f".find(e => {wanted} === null || e.textContent.trim() === {wanted});"
             " if (!e) return null; e.scrollIntoView({block: 'center'});"
             " const r = e.getBoundingClientRect();"
-            " return [r.left + r.width / 2, r.top + r.height / 2]; })()"
+            " const at = [r.left + r.width / 2, r.top + r.height / 2];"
+            " const stays = `${window.seenAt}` === `${at}`; window.seenAt = stays ? null : at;"
+            " return stays ? at : null; })()"  # what is drawn meanwhile moves it
         )
         x, y = found
         for kind in ("mousePressed", "mouseReleased"):

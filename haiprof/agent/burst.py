@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from typing import NamedTuple
 from haiprof.base.errors import RunFormatError
 from haiprof.base.options import ENV_NSYS, Options
 from haiprof.base.safe_files import MadeFolder, open_to_append, remove_file
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.linux.procfs import read_text
 from haiprof.run_format.layout import NodePaths
 from haiprof.run_format.reader import read_records
@@ -45,7 +44,7 @@ class Refusal(NamedTuple):
     remedy: str
 
 
-_WORDS = json.loads((PACKAGE / "agent" / "nsys_words.json").read_bytes())
+_WORDS = read_data("agent/nsys_words.json")
 """Patterns of what nsys prints, its meaning, and the remedy; the first match counts."""
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import platform
 
 from haiprof.base.options import INTERVAL_HELP, OPTIONS
 from haiprof.base.trace_options import OptionSpec, TraceOptions
-from haiprof.base.version import PACKAGE, __version__
+from haiprof.base.version import PACKAGE, __version__, read_data
 from haiprof.cli.command_line import table, wrap
 from haiprof.cli.names import COMMANDS, FIRST_WORDS, GROUPS, second_words
 
@@ -16,7 +15,7 @@ MIN_WIDTH, MAX_WIDTH = 60, 100
 _COMMON = ("--json", "--log-dir", "--help")
 _FOLDER = PACKAGE / "cli"
 BRIEF = (_FOLDER / "brief.txt").read_text(encoding="utf-8")
-_TEXT = json.loads((_FOLDER / "help.json").read_bytes())
+_TEXT = read_data("cli/help.json")
 _FREQUENT = ("time", "warmup", "steps", "log-dir", "name")
 _OF_VERDICT = ("verdict overview | rank | lines", "the same run by rank, and by line of your code")
 _MORE_ROWS = [

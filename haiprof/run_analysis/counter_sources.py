@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -16,7 +15,7 @@ import polars as pl
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.intervals import Ints
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.run_analysis.counters import (
     COUNTER_SCHEMA,
     SourceSamples,
@@ -171,7 +170,7 @@ _TIME_LIMIT_NS = 1 << 61  # beyond this is damage, and would overflow as Unix ti
 _GPU_MASK = 0xFF
 _EVERY_RATIO = " [Throughput %]"  # newer versions say so, older ones give the bare name
 
-METRICS: Mapping[str, str] = json.loads((PACKAGE / "run_analysis/burst_metrics.json").read_bytes())
+METRICS: Mapping[str, str] = read_data("run_analysis/burst_metrics.json")
 """By Nsight Systems' name. Clocks and counts are left out: they are no ratios."""
 
 _SAMPLE = np.dtype([("time_ns", "<i8"), ("type", "<i8"), ("metric_id", "<i8"), ("value", "<f8")])

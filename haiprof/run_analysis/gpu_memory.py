@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +14,11 @@ from haiprof.base.code_places import Frame, frame_text, own_frame, parse_frames
 from haiprof.base.intervals import Ints
 from haiprof.base.statistics import growth_p_value
 from haiprof.base.units import bytes_text
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.run_analysis import run_files
 from haiprof.run_format.layout import RunPaths
 
-REMEDIES: Mapping[str, str] = json.loads((PACKAGE / "run_analysis/remedies.json").read_bytes())
+REMEDIES: Mapping[str, str] = read_data("run_analysis/remedies.json")
 """What to do, by cause of a death and by what is known more closely."""
 LEAK_REMEDY = REMEDIES["gpu_leak"]
 LEAST_POINTS = 8

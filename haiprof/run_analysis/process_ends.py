@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ import polars as pl
 from haiprof.base.code_places import Frame, Stack, frame_text, is_library, own_frame, parse_frames
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import NS_PER_S, bytes_text, shorten, without_source_places
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.run_analysis.code_samples import SampledProcess, StackTree, read_stack_file
 from haiprof.run_analysis.gpu_memory import GpuOutOfMemory, failed_allocations, parse_torch_message
 from haiprof.run_analysis.run_files import (
@@ -121,7 +120,7 @@ class SignalWords(NamedTuple):
 NO_WORDS = SignalWords()
 SIGNALS: Mapping[int, SignalWords] = {
     int(signal.Signals[name]): SignalWords(**words) for name, words in
-    json.loads((PACKAGE / "run_analysis/signals.json").read_bytes()).items()
+    read_data("run_analysis/signals.json").items()
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,11 +9,11 @@ from typing import Any
 
 from haiprof.base.errors import RunFormatError
 from haiprof.base.units import NS_PER_S, shorten, visible
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.run_analysis.run_files import RunFiles, integer, mapping, objects, text
 from haiprof.run_format.reader import read_json
 
-_WORDS = json.loads((PACKAGE / "run_analysis/scheduler_ends.json").read_bytes())
+_WORDS = read_data("run_analysis/scheduler_ends.json")
 SLURM_STATES, _POD = (
     {reason: (str(cause), str(what)) for reason, (cause, what) in _WORDS[of].items()}
     for of in ("slurm", "pod")

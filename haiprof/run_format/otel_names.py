@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.run_format.entities import PROCESS_KEYS, Key, entity_name
 from haiprof.run_format.schema import Column, Table, counter_end
 from haiprof.run_format.tables import COUNTER_TABLES
@@ -45,7 +44,7 @@ class Instrument:
         return self.prometheus_name + ("_total" if self.kind == "counter" else "")
 
 
-_DATA: Mapping[str, Any] = json.loads((PACKAGE / "run_format/otel_names.json").read_bytes())
+_DATA: Mapping[str, Any] = read_data("run_format/otel_names.json")
 """`units`: stored unit -> (UCUM, divisor); other units are counts of what they name.
 `prometheus_units`: the suffix of a UCUM unit.
 `names`: source, pattern of its columns, and their name with its attributes, and a unit in place of

@@ -12,16 +12,15 @@ Source: the keyword and prefix rules of gitleaks (config/gitleaks.toml) and dete
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 
 MASK = "***"
 
-_DATA = json.loads((PACKAGE / "run_format/secrets.json").read_bytes())
+_DATA = read_data("run_format/secrets.json")
 _SECRET, _LIKELY, _POSSIBLE, _KEY_OF, _OF_MODELS, _ABOUT, _SWITCHES, _PLAIN = (
     frozenset[str](_DATA[name]) for name in (
         "secret", "likely", "possible", "key_of", "of_models", "about", "switches", "plain")

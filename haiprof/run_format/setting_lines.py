@@ -5,19 +5,16 @@ The fields with their meanings are data, in setting_lines.json.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 
 SETTINGS, SEEN = "settings", "settings_seen"
 UNUSED, DISCARDED = "unused_gradients", "discarded_gradients"
 """What a line of a rank's events.jsonl is, in its field `type`: once per process, counts, and what
 optimizer steps left behind."""
 
-_FIELDS: Mapping[str, Mapping[str, str]] = json.loads(
-    (PACKAGE / "run_format/setting_lines.json").read_bytes()
-)
+_FIELDS: Mapping[str, Mapping[str, str]] = read_data("run_format/setting_lines.json")
 SETTINGS_FIELDS, SEEN_FIELDS = _FIELDS[SETTINGS], _FIELDS[SEEN]
 """The fields of these lines; those of `settings_seen` are counts of the whole recording."""
 FLAGS = _FIELDS["flags"]

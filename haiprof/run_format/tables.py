@@ -5,10 +5,9 @@ Their columns are data, in tables.json: name, kind, meaning, and a unit that no 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.run_format.schema import Column, Table
 
 _UNITS = {
@@ -31,9 +30,7 @@ def _table(name: str, rows: Iterable[Sequence[str]]) -> Table:
     return Table(name, tuple(columns))
 
 
-COUNTER_TABLES = tuple(
-    _table(*each) for each in json.loads((PACKAGE / "run_format/tables.json").read_bytes()).items()
-)
+COUNTER_TABLES = tuple(_table(*each) for each in read_data("run_format/tables.json").items())
 # A record of `dcgm` is one collection of the exporter (each 30 s by default), at the time it was
 # read: the figures are of that collection, which was made since the read before. No new one, no
 # record. The four data counters of an `infiniband` port are in words of 4 bytes and are stored in

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.base.units import MISSING, number_text
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.show.text import value_text
 from haiprof.show.views.blocks import FittingTable, more_lines, one_line, plain_table
 
@@ -24,7 +23,7 @@ _UNITS = (("_bytes_per_s", "bytes/s"), ("_ns", "ns"), ("_ratio", "ratio"), ("byt
 _SHARE = re.compile(r"(?:_share)?_ratio$")
 _UNIT_SUFFIX = re.compile(r"_(?:ns|bytes|bytes_per_s|ratio)$")
 Columns = Sequence[tuple[str, str]]  # Column of the frame and its heading
-HEADINGS = json.loads((PACKAGE / "show" / "views" / "tables.json").read_bytes())
+HEADINGS = read_data("show/views/tables.json")
 """Tables of traces (`trace report`, `functions`, `tables`): columns with headings, in order; and
 what stands below tables of the page."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ import polars as pl
 
 from haiprof.base.errors import HaiprofError, MissingDataError
 from haiprof.base.units import duration_text
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.show.figures import traces as figures
 from haiprof.trace_analysis.device_time import TOP_KERNELS, Steps
 from haiprof.trace_analysis.questions.all_ranks import TraceQuestions
@@ -158,7 +157,7 @@ def _what_if(
     return found.sort("saved_ratio", descending=True, maintain_order=True)
 
 
-_WORDS = json.loads((PACKAGE / "show" / "trace_pictures.json").read_bytes())
+_WORDS = read_data("show/trace_pictures.json")
 
 
 def _drawing(name: str, figure: Callable[..., go.Figure], **more: Any) -> Drawing:  # noqa: ANN401

@@ -35,6 +35,7 @@ _PARSING = {
 # Modules that parse what haiprof itself, or the system for it, has just written.
 _OWN = {
     "trace_analysis/collectives.py": "arguments of a trace that was loaded",
+    "base/version.py": "files of the package itself",
     "trace_analysis/chakra.py": "values of an execution trace that was loaded",
     "in_job/activation.py": "the boot config, whose folder is the owner's alone",
     "in_job/boot/sitecustomize.py": "the same",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,14 +11,14 @@ from typing import NamedTuple
 
 from haiprof.agent.samplers.table import ALL_METRICS, ChangingSampler, Node
 from haiprof.base.units import NS_PER_S
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.linux.procfs import MountEntry, ProcFile, file_reading, mount_entries, unescape
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value, os_status, refused_reading
 from haiprof.run_format.tables import FILESYSTEM
 
 NFS_TYPES = ("nfs", "nfs4")
 LUSTRE = "lustre"
-_DATA = json.loads((PACKAGE / "agent" / "samplers" / "filesystem.json").read_bytes())
+_DATA = read_data("agent/samplers/filesystem.json")
 """Other network file systems, and requests and calls that name files or ask for attributes: those
 of NFS that carry data, keep state or locks are left out."""
 _UNKNOWN = "haiprof knows no byte counters of this file system's client"

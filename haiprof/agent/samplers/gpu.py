@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import math
 import os
 import queue
@@ -40,7 +39,7 @@ from haiprof.agent.samplers.nvml import (
 from haiprof.agent.samplers.table import CounterState, Missing, Node, TableSampler
 from haiprof.base.options import ENV_DCGM_URL
 from haiprof.base.units import NS_PER_S
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.linux.procfs import read_text
 from haiprof.linux.readings import (
     Clock,
@@ -205,7 +204,7 @@ _RATE_LIMIT = 1e13  # bytes/s; a larger value is DCGM's blank
 _DCGM_REMEDY = f"run dcgm-exporter with its profiling fields on this node, or set {ENV_DCGM_URL}"
 _FIELDS_REMEDY = "add the field to the exporter's configuration (dcp-metrics-included.csv has all)"
 
-FIELDS = json.loads((PACKAGE / "agent" / "samplers" / "dcgm.json").read_bytes())
+FIELDS = read_data("agent/samplers/dcgm.json")
 """By column, as the exporter names them."""
 
 # NAME{label="value",...} value [timestamp]: Prometheus text format 0.0.4

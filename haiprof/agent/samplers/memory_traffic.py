@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import resource
@@ -17,7 +16,7 @@ from typing import Any
 from haiprof.agent.samplers.ranks import RankSampler
 from haiprof.agent.samplers.table import Node, RankProcess, TableSampler
 from haiprof.base.control_group_limits import parse_cpu_list
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.linux import perf_events
 from haiprof.linux.perf_events import TYPE_HARDWARE, TYPE_RAW, Counters, Event, Kernel, refusal
 from haiprof.linux.procfs import list_names, read_start_ticks
@@ -43,7 +42,7 @@ class Metric:
     unscaled: bool = False  # the kernel gives its named events no scale
 
 
-_EVENTS = json.loads((PACKAGE / "agent" / "samplers" / "memory_traffic.json").read_bytes())
+_EVENTS = read_data("agent/samplers/memory_traffic.json")
 """`memory` and `fills`: events of CPU models, with their sources; the first that fits counts."""
 
 

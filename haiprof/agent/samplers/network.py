@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import json
 import mmap
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from haiprof.agent.samplers.table import ChangingSampler, Node
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.linux.procfs import inode, link_name, list_names, read_text
 from haiprof.linux.readings import Entity, Reading, Unavailable, Value, os_status, refused_reading
 from haiprof.run_format.tables import ETHERNET, INFINIBAND, INFINIBAND_HEALTH
@@ -48,7 +47,7 @@ def _sources(files: Mapping[str, Mapping[str, int]]) -> dict[str, tuple[Source, 
     }
 
 
-_DATA = json.loads((PACKAGE / "agent" / "samplers" / "network.json").read_bytes())
+_DATA = read_data("agent/samplers/network.json")
 """Which file of a port, or statistic of a driver, fills which column: the first that is there."""
 TRAFFIC, HEALTH = _sources(_DATA["traffic"]), _sources(_DATA["health"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import platform
 import re
@@ -24,7 +23,7 @@ from haiprof.agent.samplers.memory_traffic import MemoryBandwidthSampler, Remote
 from haiprof.agent.samplers.nvml import LIBRARY, NO_LIBRARY, NO_LIBRARY_REMEDY
 from haiprof.agent.samplers.ranks import PlacementSampler, ProcessSampler
 from haiprof.agent.samplers.table import ALL_METRICS, CounterState, Missing, Node, TableSampler
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.linux.process_files import status_fields
 from haiprof.linux.procfs import read_int, read_text
 from haiprof.linux.readings import Status, Unavailable, os_status
@@ -108,7 +107,7 @@ def _none_of(
 
 Kind = Literal["launcher", "tool"]
 
-_PROGRAMS = json.loads((PACKAGE / "agent" / "samplers" / "programs.json").read_bytes())
+_PROGRAMS = read_data("agent/samplers/programs.json")
 
 # Bits of /proc/PID/status CapEff; source: include/uapi/linux/capability.h.
 _CAPABILITIES = {"SYS_PTRACE": 19, "SYS_ADMIN": 21, "PERFMON": 38}

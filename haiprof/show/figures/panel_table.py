@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from haiprof.base.units import BYTES_PER_GIB
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.run_analysis.counters import OwnerSeries, SeriesReader, sort_series
 
 _OWNER = ["host", "rank", "gpu", "entity"]
@@ -99,7 +98,7 @@ class PanelRow:
     panels: tuple[PanelSpec, ...]
 
 
-_DATA = json.loads((PACKAGE / "show" / "figures" / "panels.json").read_bytes())
+_DATA = read_data("show/figures/panels.json")
 
 
 def _read_panels(panels: Iterable[Mapping[str, Any]]) -> tuple[PanelSpec, ...]:

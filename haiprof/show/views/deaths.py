@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiprof.base import units
-from haiprof.base.version import PACKAGE
+from haiprof.base.version import read_data
 from haiprof.show.run_header import RunHeader
 from haiprof.show.text import (
     count_text,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:  # a list of runs has words of this file, and reads no run
 
 SHOWN_FATES = 12
 _FRAMES = 12
-_SAID = json.loads((PACKAGE / "show" / "views" / "deaths.json").read_bytes())
+_SAID = read_data("show/views/deaths.json")
 WORDS: Mapping[str, str] = _SAID["causes"]
 """Causes in a word, by their slugs."""
 
