@@ -81,11 +81,11 @@ def own_functions(
                             for each in (line, place))  # fmt: skip
         # Of several that one line works out, one is named where it is most.
         named = tree.frames[int(of_part.argmax()) - 1]
-        is_most = of_part.max(initial=0.0) > of_part.sum() / 2
+        is_most = of_part.max() > of_part.sum() / 2
         functions.append(OwnFunction(
             file=key[0], line=named.line if is_most else most.line or 0, function=key[1],
             expression=named.expression if is_most else "",
-            line_count=1 if of_line.max(initial=0.0) >= _ONE_LINE * of_line.sum()
+            line_count=1 if of_line.max() >= _ONE_LINE * of_line.sum()
             else int(np.count_nonzero(of_line)),
             position=most.position, ns_per_step=ns, backward_ns=by_share + traced[key],
             is_estimate=by_share > 0, ratio=(ns + by_share + traced[key]) / ledger.mean_ns,

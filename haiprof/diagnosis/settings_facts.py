@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import chain
@@ -24,7 +24,13 @@ from haiprof.diagnosis.thresholds import MIN_STEPS, OPERATOR_CALL_NS, TF32_CAPAB
 from haiprof.diagnosis.verdict import CodeLine, Finding, Severity, evidence_rows, make_finding
 from haiprof.run_analysis.code_samples import CODE_PHASES, CodeSamples
 from haiprof.run_analysis.run_files import number
-from haiprof.run_analysis.settings import OptimizerSettings, RankSettings, differences
+from haiprof.run_analysis.settings import (
+    DiscardedGradients,
+    OptimizerSettings,
+    RankSettings,
+    UnusedGradients,
+    differences,
+)
 
 SWITCHED_ON_RATIO = 0.10
 """Of the looks, one a second, that found a switch on: below, it was only tried. Own choice."""
@@ -532,6 +538,14 @@ def mkldnn_off(inputs: RuleInputs) -> Finding | None:
     ), price)  # fmt: skip
 
 
+def _count_tensors(
+    found: Sequence[UnusedGradients] | Sequence[DiscardedGradients],
+) -> tuple[float, float]:
+    """Parameters, and numbers in them."""
+    return (float(sum(each.tensor_count or 0 for each in found)),
+            float(sum(each.number_count or 0 for each in found)))  # fmt: skip
+
+
 _LIKE_FORWARD = 0.7  # Backward of a model takes at least so much of what its share of forward says
 
 
@@ -547,10 +561,7 @@ def unused_gradients(inputs: RuleInputs) -> Finding | None:
     )  # fmt: skip
     if not unused:
         return None
-    tensors, numbers = (
-        float(sum(n or 0 for n in counts))
-        for counts in ((x.tensor_count for x in unused), (x.number_count for x in unused))
-    )
+    tensors, numbers = _count_tensors(unused)
     alone = [x.root or 0 for x in unused if x.stepped_count == x.passed_count == 0 and x.complete]
     root, calls = inputs.analyzer.phase_spans(rank, "forward")
     own = Intervals(*(edges[np.isin(root, alone)] for edges in calls))
@@ -607,7 +618,7 @@ def discarded_gradients(inputs: RuleInputs) -> Finding | None:
     of_call, of_pass = (
         next_tag[np.searchsorted(steps.starts, each.starts)] for each in (calls, passes)
     )
-    models, settings = inputs.settings[rank].models, inputs.settings
+    models = inputs.settings[rank].models
     recurrent = {each.name for each in models if _RECURRENT & each.layers.keys()}
     share, asked = 0.0, np.zeros(len(root), dtype=np.bool_)
     for each in thrown:
@@ -623,11 +634,8 @@ def discarded_gradients(inputs: RuleInputs) -> Finding | None:
         share += ratio * float(pass_ns[own].sum()) / max(float(pass_ns.sum()), 1.0)
         asked |= theirs
     least, usual, _ = WEIGHTS_OF_BACKWARD
-    tensors, numbers = (
-        float(sum(n or 0 for n in counts))
-        for counts in ((x.tensor_count for x in thrown), (x.number_count for x in thrown))
-    )
-    exchanged = sum(each.trainable_count or 0 for each in models) if len(settings) > 1 else 0
+    tensors, numbers = _count_tensors(thrown)
+    exchanged = sum(each.trainable_count or 0 for each in models) if len(inputs.settings) > 1 else 0
     names = ", ".join(dict.fromkeys(visible(x.name or "a module") for x in thrown))
     return make_finding(
         f"gradients of {names} are made in another optimizer's backward pass and cleared before "

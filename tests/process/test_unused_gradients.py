@@ -32,6 +32,10 @@ def models() -> tuple[nn.Linear, nn.Linear]:
     return nn.Linear(4, 4), nn.Linear(4, 4)
 
 
+def one_each(*roots: nn.Module, **options: bool) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(each.parameters(), lr=0.1, **options) for each in roots]
+
+
 def distill(
     clear: Callable[[nn.Module, nn.Module, torch.optim.Optimizer], None] | None = None,
     after: Callable[[nn.Module, nn.Module], None] | None = None,
@@ -123,9 +127,7 @@ def frozen() -> Job:
 def taking_turns() -> Job:
     """Two optimizers, of which each backward makes gradients for both, as of a GAN."""
     first, second = models()
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)
-    ]
+    optimizers = one_each(first, second)
 
     def step() -> None:
         for optimizer in optimizers:
@@ -205,9 +207,7 @@ def adversaries(
 ) -> Job:
     """A generator and a critic, whose optimizers take turns; what trains one asks the other."""
     generator, critic = models()
-    of_generator, of_critic = optimizers = [
-        torch.optim.SGD(each.parameters(), lr=0.1, **options) for each in (generator, critic)
-    ]
+    of_generator, of_critic = optimizers = one_each(generator, critic, **options)
     both, steps = [*generator.parameters(), *critic.parameters()], itertools.count()
 
     def zero(optimizer: torch.optim.Optimizer, when: str) -> None:
@@ -234,15 +234,13 @@ def adversaries(
         zero(of_generator, "after")
         critic.requires_grad_()
 
-    return [generator, critic], [*optimizers], step
+    return [generator, critic], optimizers, step
 
 
 def one_pass_for_both() -> Job:
     """Two optimizers that step after one backward pass, as of an encoder and a decoder."""
     first, second = models()
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)
-    ]
+    optimizers = one_each(first, second)
 
     def step() -> None:
         for optimizer in optimizers:
