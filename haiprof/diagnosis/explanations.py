@@ -845,6 +845,8 @@ _OF_CALL = (
      "(vars(batch)), or give the object itself"),
     ("copy.deepcopy", "copy less: only what changes, and less often; averages of parameters are "
      "updated in place (torch.optim.swa_utils.AveragedModel, or lerp_)"),
+    ("Module.state_dict", "it goes through all modules in Python: call it once, and not in a loop "
+     "over its own names; what it holds are the parameters themselves (model.parameters())"),
     ("torch.serialization", "save less often, or from another thread"),
     ("multiprocessing.queues", _OF_QUEUE),
     ("multiprocessing.connection", _OF_QUEUE),
@@ -952,7 +954,11 @@ def _code(question: Question) -> Finding:
     other = account.also.activity if account.also else account.activity
     also = f"; {_OF_ACTIVITY[other]}" if other in _OF_ACTIVITY and other != account.activity else ""
     every = f"{text} {called} {account.also.expression if account.also else ''}"
+    is_hook = _is_own(question, opportunities.in_hooks(question.samples.tree))
     remedies = (  # the first that is true
+        (account.when == GROWING and is_hook,
+         "it is a hook, and runs more and more often where it is registered again: keep the handle "
+         "that registering gives, and remove() it; or find the list or history that it adds to"),
         (account.when == GROWING, "find what grows: a list, a history or a graph to which each "
          "step adds; keep a running value or the last N entries"),
         (position == "forward" and account.package == "numpy",
@@ -972,7 +978,7 @@ def _code(question: Question) -> Finding:
          "all-reduce of DistributedDataParallel without it takes less; else choose what to send at "
          "less cost (a threshold from a sample of the gradient in place of topk or sort), or use "
          "fp16_compress_hook or powerSGD_hook of torch.distributed.algorithms.ddp_comm_hooks"),
-        (_is_own(question, opportunities.in_hooks(question.samples.tree)),
+        (is_hook,
          "it is a hook: remove it (the handle that registering it gave: remove()), or let it "
          "return at once in all but every Nth step"),
         *((of_tensors and kind == loop & LAYERS, do) for kind, do in _OF_LOOP),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -633,16 +634,21 @@ class _Walk:
         return self._drivers[id(function)]
 
     def _name(self, function: _Function) -> _Line:
-        """Inwards, as long as one line and what it calls hold most of the avoidable time."""
+        """Inwards, as long as one function holds most of the avoidable time, by whichever lines."""
         while True:
-            line = max(function.lines.values(), key=self._weight)
-            inner = max(line.calls.values(), key=lambda call: self._time(call.rows), default=None)
-            whole = self._time(function.rows)
-            if inner is None or self._time(inner.rows) < _MOST * whole:
-                return line
-            if self._caller_of_model(inner) is not None:
-                return line
+            held = defaultdict[int, list[_Function]](list)
+            for line in function.lines.values():
+                for key, call in line.calls.items():
+                    held[key].append(call)
+            calls = max(held.values(), key=self._of_calls, default=[])
+            inner = max(calls, key=lambda call: self._time(call.rows), default=None)
+            is_most = self._of_calls(calls) >= _MOST * self._time(function.rows)
+            if inner is None or not is_most or self._caller_of_model(inner) is not None:
+                return max(function.lines.values(), key=self._weight)
             function = inner
+
+    def _of_calls(self, calls: Sequence[_Function]) -> float:
+        return sum(self._time(call.rows) for call in calls)
 
     def _caller_of_model(self, function: _Function) -> _Line | None:
         """The line that runs the model outside of training (evaluation); None where it is not."""
@@ -654,7 +660,7 @@ class _Walk:
         return None if is_trained else function.outer
 
     def _weight(self, line: _Line) -> float:
-        return self._time(line.own) + sum(self._time(call.rows) for call in line.calls.values())
+        return self._time(line.own) + self._of_calls([*line.calls.values()])
 
     def _time(self, rows: Sequence[int] | Ints) -> float:
         chosen = np.array(rows, dtype=np.int64)

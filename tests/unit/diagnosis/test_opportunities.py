@@ -53,6 +53,7 @@ FSDP = (f"{SITE}/torch/distributed/fsdp/_runtime_utils.py", 700, "_post_backward
 COPY = (f"{PYTHON}/copy.py", 128, "deepcopy")
 PARAMETER = (f"{SITE}/torch/nn/parameter.py", 60, "Parameter.__deepcopy__")
 NORM = (f"{SITE}/numpy/linalg/linalg.py", 2300, "norm")
+CALLS_HOOKS = (MODULE[0], MODULE[1] + 60, "Module._call_impl.<locals>.inner")
 EVALUATE = [job(90 + line, "evaluate") for line in range(10)]
 LOOP = job(50, "main")
 LOADER = (
@@ -123,10 +124,9 @@ def test_an_evaluation_by_a_trainer_is_one_whatever_it_runs() -> None:
 
 def test_hooks_are_no_part_of_the_model_whatever_they_call() -> None:
     """A module's, called from another line than `forward`, and one of gradients."""
-    calls_hooks = (MODULE[0], MODULE[1] + 60, "Module._call_impl.<locals>.inner")
     watch, clip = job(60, "watch.<locals>.hook"), job(70, "clip")
     hooks = [
-        ("forward", (SCRIPT, MAIN, MODULE, FORWARD, MODULE, calls_hooks, watch), 3, "0"),
+        ("forward", (SCRIPT, MAIN, MODULE, FORWARD, MODULE, CALLS_HOOKS, watch), 3, "0"),
         ("backward", (SCRIPT, job(43, "main"), ENGINE, clip), 2, "0"),
     ]
     assert found(*hooks) == {
@@ -308,6 +308,10 @@ ONE: dict[str, tuple[list[Any], str, float, str, str]] = {
         [("after_step", (SCRIPT, LOOP, job(8, "log"), NORM), 3),
          ("after_step", (SCRIPT, job(60, "main"), job(70, "end"), job(8, "log"), NORM), 2)],
         "log:8", 5, "after_step", "native"),
+    "a hook of layers that three lines of one forward call": (
+        [("forward", (SCRIPT, MAIN, MODULE, job(line, "Net.forward"), MODULE, CALLS_HOOKS,
+                      job(60, "watch.<locals>.hook")), 3, "0") for line in (12, 13, 14)],
+        "watch.<locals>.hook:60", 9, "forward", "operators"),
     "Python between operators of a layer of the job's own, which are needed": (
         [("forward", (SCRIPT, MAIN, MODULE, job(9, "Cell.forward")), 12, "hh0")],
         "Cell.forward:9", 6, "forward", "python"),

@@ -363,6 +363,22 @@ STORIES = {
         slug="backward_bound", cause="python", lost=0.41, place="train.py:4 hook",
         does="it is a hook: remove it",
     ),
+    "a hook that is registered again and again": Story(
+        write=sampled(
+            lambda _, step: (0.2, 10.0, 20.0 + 0.1 * step, 2.0),
+            {"backward": (SCRIPT, MAIN, ENGINE, job(4, "hook"))}, "h", steps=300,
+        ),
+        slug="backward_bound", lost=0.73, place="train.py:4 hook", says="longer and longer",
+        does="keep the handle that registering gives, and remove() it",
+    ),
+    "a dictionary of the model's tensors": Story(
+        write=sampled(
+            lambda *_: BALANCED,
+            {"other": (SCRIPT, MAIN, job(30, "sync"), (MODULE[0], 2200, "Module.state_dict"))},
+            "h", gap_ms=lambda _: 5.0,
+        ),
+        slug="outside_the_model", lost=0.4, place="train.py:30 sync", does="call it once",
+    ),
     "a communication hook that chooses what to send": Story(
         write=sampled(
             lambda *_: (0.2, 10.0, 60.0, 2.0), {"backward": choose_gradients}, ranks=2
