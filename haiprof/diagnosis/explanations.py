@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from haiprof.base.units import (
     shorten,
     visible,
 )
+from haiprof.base.version import read_data
 from haiprof.diagnosis import machine_causes, opportunities
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import MAKES_LOADER, OPENS, less_per_sample, loader_cause
@@ -59,6 +61,12 @@ _UNKNOWN = ledger.ACTIVITIES[ledger.UNKNOWN]
 _COLLECTION = ledger.ACTIVITIES[ledger.COLLECTION]
 _MAYBE_OF_OTHERS = ("few_workers", "no_workers", "cores_full", "slow_samples", "part_of_run")
 """Causes of waiting for the loader's workers that may be other processes' doing."""
+_ADVICE: Mapping[str, Any] = read_data("diagnosis/advice.json")
+_OF_CALLS, _OF_CODE = (
+    [(re.compile(code), do) for code, do in _ADVICE[of]] for of in ("calls", "code")
+)
+"""By what a line calls; by the function and the expression of a line outside of the model."""
+_OF_POSITION, _OF_ACTIVITY, _DO = (_ADVICE[of] for of in ("positions", "activities", "others"))
 _TOLD_OF_INPUT = ("epoch_restart", "part_of_run", "slow_samples")
 """Causes that say more of batches made on the training thread than the line that makes them."""
 SLUGS = {
@@ -194,9 +202,9 @@ def _small_operators(question: Question) -> Finding:
         RECURRENCE: "each round needs the one before: use the operator that has the loop inside "
         "(nn.LSTM, nn.GRU, torch.cumsum), torch.compile, or do outside of it what does not need it"
         if beside
-        else _ONE_BY_ONE,
+        else _DO["one by one"],
         INDEPENDENT: "do it for all elements at once, without the loop: "
-        + ("whole arrays, or tensors" if is_numpy else _BATCHED),
+        + ("whole arrays, or tensors" if is_numpy else _DO["batched"]),
     }
     return make_finding(
         f"many small operators in a loop: {_function_text(account)}{count}, "
@@ -280,7 +288,7 @@ def _input(question: Question) -> Finding:
             rule=rule,
             title="what the training thread itself does to get a batch, beside the DataLoader's "
             f"workers: {amount}{code}",
-            remedy=_OF_TRAINER
+            remedy=_DO["trainer"]
             if is_in_trainer(account)
             else "the DataLoader itself does it for each batch: fewer, larger batches"
             if account.package == "torch"
@@ -530,12 +538,16 @@ def _link(question: Question) -> Finding:
     tree = question.samples.tree
     if _is_own(question, ledger.point_to_point(tree)[tree.place]):  # by its handle
         return _waits_for_peer(question, "send or receive")
-    called = next((row for row in _EXCHANGES if any(row[0] in c for c in account.callees)), None)
+    exchanges = _ADVICE["exchanges"]
+    called = next((row for row in exchanges if any(row[0] in c for c in account.callees)), None)
     if called or account.file or account.position not in ("backward", "forward"):
         inside = account.position in ("backward", "forward")
-        _, what, remedy = called or (_INSIDE if inside else _BETWEEN)
-        if not called and account.position == "gradients":
-            remedy = _EXCHANGE_GRADIENTS
+        what = f"collectives {'that the model calls' if inside else 'between the phases'}"
+        remedy = _DO["inside" if inside else "between"]
+        if called:
+            _, what, remedy = called
+        elif account.position == "gradients":
+            remedy = _DO["exchange gradients"]
         return Finding(
             rule="blocking_collectives", remedy=remedy,
             title=f"{what}, {question.amount}, not counting the wait for late ranks",
@@ -568,42 +580,6 @@ def _link(question: Question) -> Finding:
         f"{spares}, or larger batches",
     )
 
-
-_BETWEEN = (
-    "", "collectives between the phases",
-    "call them less often (metrics every N steps), several in one, or with async_op=True; reduce "
-    "on each rank first (a count, not all logits); broadcast what does not change once, before the "
-    "loop",
-)  # fmt: skip
-_EXCHANGE_GRADIENTS = (
-    "of gradients: DistributedDataParallel exchanges them during backward, in buckets; by hand, "
-    "all_reduce of all in one tensor (all_gather moves each rank's); of other tensors, less often"
-)
-_INSIDE = (
-    "", "collectives that the model calls",
-    "several in one: what layers exchange (statistics, norms) in one tensor, or with "
-    "async_op=True and waited for where it is used; nothing that is gathered only to be cut again; "
-    "in fewer steps",
-)  # fmt: skip
-_EXCHANGES = (
-    (ledger.BUFFERS,
-     "DistributedDataParallel sends the buffers of rank 0's model before each forward",
-     "broadcast_buffers=False, where each rank may keep its own (BatchNorm's averages of its own "
-     "batches); of a large one (a queue, a memory bank), no buffer but a plain attribute"),
-    ("ZeroRedundancyOptimizer._sync_params",
-     "ZeroRedundancyOptimizer sends the parameters that each rank has updated to the others",
-     "it saves memory of the optimizer's state alone: where that is small (SGD) or fits, use the "
-     "optimizer itself; parameters_as_bucket_view=True, overlap_with_ddp=True"),
-    ("LightningModule.log",
-     "collectives of self.log(sync_dist=True)",
-     "log once an epoch (on_step=False, on_epoch=True) or every N steps, several values in one "
-     "log_dict; sync_dist=False where a value of one rank will do"),
-    ("lightning.pytorch.",
-     "collectives of Lightning's own",
-     "it calls them after each batch (signals, logged values): sync_dist=False where a value of "
-     "one rank will do; larger batches pay them less often"),
-)  # fmt: skip
-"""By what an account calls: what is exchanged there, and what helps."""
 
 _POINT_TO_POINT = (
     (re.compile(r"\.(?:i?recv|recv_object_list|batch_isend_irecv)$"), "send"),
@@ -683,20 +659,11 @@ def stragglers(question: Question, extra_ns: float, *, is_rest: bool) -> Finding
     )
 
 
-_OF_WRITER = {
-    "wait: interpreter lock": "write from another process, which has a lock of its own: "
-    "torch.distributed.checkpoint.async_save(..., async_checkpointer_type=AsyncCheckpointerType."
-    "PROCESS), or a subprocess that is given the copied tensors",
-    "no core": "leave the writer a core that training does not use: fewer threads and workers "
-    "(OMP_NUM_THREADS, DataLoader num_workers)",
-}
-
-
 def slowed_by_saves(question: Question, slowed: SlowedSteps) -> Finding:
     """Steps take longer while a checkpoint is written beside them."""
     account = question.account
     code = f", begun by {_function_text(account)}" if account.file else ""
-    do = _OF_WRITER.get(account.activity, "write from another process, or from fewer threads")
+    do = _ADVICE["writers"].get(account.activity, _DO["writer"])
     said = make_finding(
         f"steps are {duration_text(slowed.extra.mean)} slower while a save is written beside "
         f"them{code}: {question.amount} on average",
@@ -782,17 +749,6 @@ def _imbalance(question: Question) -> Finding:
     )
 
 
-_DO = {
-    "forward": "see what forward does beside operators: loops over elements or samples, hooks, "
-    "printing, conversions; do it with tensors, once, every N steps, or ahead of training",
-    "backward": "look at what runs during backward: tensor and module hooks, a custom "
-    "autograd.Function written in Python, anomaly detection, create_graph=True",
-    "optimizer": "do it once for all parameters in place of one by one (foreach=True, fused=True), "
-    "or every N steps",
-    "gradients": "for all gradients at once, or, where it is for a log, every N steps "
-    "(torch.nn.utils.clip_grad_norm_(..., foreach=True), torch._foreach_norm)",
-    "prepare": "do it in the dataset, beside training (DataLoader workers)",
-}
 _OF_GRADIENTS = re.compile(r"\.grad\b")
 """Before forward, of the one before in the same step: it makes no batch."""
 _SCALES = re.compile(r"clip|clamp|\.mul_\(|\.div_\(|scale", re.IGNORECASE)
@@ -803,7 +759,6 @@ _MAKES_BATCH = re.compile(
     re.IGNORECASE,
 )  # fmt: skip
 """In a function or an expression between steps: it may make the next batch."""
-_OUTSIDE = "do it less often, beside training (in a worker or another process), or for less"
 _OF_MODEL = [code_samples.TRAINING_PHASES.index(name) for name in ("forward", "backward")]
 _OF_TENSORS = (ledger.ACTIVITIES[ledger.OPERATORS], ledger.ACTIVITIES[ledger.NATIVE])
 _ELEMENT = re.compile(r"\[\s*\w+(?:\s*,\s*\w+)+\s*\]")
@@ -815,115 +770,16 @@ _ON_ARRAYS = re.compile(
     r"tanh|tolist|topk|unique|var|view)\("
 )
 """Calls that compute with arrays or tensors: other native code is a file, a database, a parser."""
-_BATCHED = (
-    "batched operators, torch.stack, einsum, torch.vmap; of parameters, torch._foreach_* or what "
-    "the optimizer has for it"
-)
-_ONE_BY_ONE = (
-    "one round needs the one before: where it works on single elements, take the numbers out once "
-    "(tensor.tolist(), or .numpy()) and loop over these; what is only for a log, do every N steps"
-)
 _OF_LOOP = (
     (INDEPENDENT, "no round of its loop needs another one: do all at once, with whole tensors: "
      "(a == b).sum(), a mask, torch.where, torch.bincount, scatter_add_; of samples, torch.vmap; "
      "of parameters, torch._foreach_*, or every N steps"),
-    (RECURRENCE, _ONE_BY_ONE),
+    (RECURRENCE, _DO["one by one"]),
 )  # fmt: skip
-_COMPRESS = "compress in another process, or with a lower level"
-_OF_QUEUE = (
-    "what passes there is pickled, written to a pipe, read and unpickled: pass tensors through "
-    "torch.multiprocessing.Queue, which shares their memory, few and large ones (each costs a file "
-    "descriptor: stack small ones), in small types (uint8 in place of float64); where training "
-    "waits for the producer, use several (py-spy dump --pid shows what one does)"
-)
-_OF_CALL = (
-    ("torch.optim.swa_utils", "update the average every N steps, or all tensors at once: "
-     "AveragedModel(..., multi_avg_fn=get_ema_multi_avg_fn(decay))"),
-    ("zero_grad", "it goes through all parameters in Python: call it once for each optimizer step, "
-     "or take gradients without it (torch.autograd.grad, torch.func.grad)"),
-    ("dataclasses.asdict", "it copies each field deeply, tensors too: take the fields as they are "
-     "(vars(batch)), or give the object itself"),
-    ("copy.deepcopy", "copy less: only what changes, and less often; averages of parameters are "
-     "updated in place (torch.optim.swa_utils.AveragedModel, or lerp_)"),
-    ("Module.state_dict", "it goes through all modules in Python: call it once, and not in a loop "
-     "over its own names; what it holds are the parameters themselves (model.parameters())"),
-    ("torch.serialization", "save less often, or from another thread"),
-    ("multiprocessing.queues", _OF_QUEUE),
-    ("multiprocessing.connection", _OF_QUEUE),
-    ("gzip.", _COMPRESS),
-    ("json.load", "read it ahead of training, in DataLoader workers, or from a file that needs no "
-     "parsing"),
-    ("yaml.", "parse it once, and again when the file has changed (os.stat)"),
-    ("json.dump", "write it less often, or from another process"),
-    ("matplotlib", "draw less often, or from another process"),
-    ("torch.distributions", "it checks its arguments each time: validate_args=False (or "
-     "torch.distributions.Distribution.set_default_validate_args(False)) once the code is right; "
-     "make one for many samples"),
-    ("clip_grad", "clipping gradients costs so much for each parameter tensor: leave it out where "
-     "they never reach the limit (a trainer does so with max_grad_norm=0 or "
-     "gradient_clip_val=None)"),
-    ("tensorboard", "write scalars every N steps, histograms and pictures far less often"),
-    ("torchmetrics", "where it is no part of the loss: every N steps, or in evaluation, and of "
-     "what has no graph (outputs.detach())"),
-    ("sklearn", "compute the metric at the end of an epoch, or from another process"),
-    ("PIL", "decode or draw ahead of training, or in DataLoader workers"),
-)  # fmt: skip
-_OF_CODE = (
-    (re.compile(r"choices?\(.*\b(?:p|weights)=|multinomial\("),
-     "drawing by weights goes over all of them in each call: draw for many batches at once, or "
-     "keep their sums (a sum tree, cum_weights)"),
-    (re.compile(r"_foreach_"), "it takes all tensors at once already: do it every N steps"),
-    (re.compile(r"\bema\b|_ema\b|\bema_|moving_average|average_model", re.IGNORECASE),
-     "average the parameters in place and all at once (torch.optim.swa_utils.AveragedModel, or "
-     "torch._foreach_lerp_), or every N steps"),
-    (re.compile(r"replay|transition|\bbuf(?:fer)?\b", re.IGNORECASE),
-     "hold what is sampled from in preallocated tensors or arrays, and take a batch with one "
-     "index: lists of Python objects are converted one by one, and a deque is slow to index"),
-    (re.compile(r"\b(?:torch|np|numpy)\.(?:rand|zeros|ones|arange|full|empty|tensor|from_numpy)"),
-     "make it once where it may stay the same; what belongs to a batch, in the dataset, beside "
-     "training (DataLoader workers)"),
-    (re.compile(r"\.index\("),
-     "a list is looked through from its beginning each time: look up in a dict"),
-    (re.compile(r"\.tobytes\(|hexdigest\(|\bpickle\."),
-     "do it every N steps, or from another thread"),
-    (re.compile(r"\bzlib\.|\bbz2\.|\blzma\."),
-     _COMPRESS),
-    (re.compile(r"\bopen\(|\.write\(|\.savez?\w*\("),
-     "write less often and more at once, or from another thread"),
-    (re.compile(r"\bprint\("), "print every N steps"),
-)  # fmt: skip
-"""By the function and the expression of a line outside of the model."""
-_OF_ACTIVITY = {
-    "wait: sleep": "remove the sleep",
-    "wait: file": "write less often and more at once, without flush and fsync in each step, or "
-    "from another thread",
-    "wait: lock": "let the other thread hold the lock only while it takes over what it needs; hand "
-    "work to it through a queue, and do not wait for it in the loop; let another process that "
-    "makes data make the next while this one is used",
-    "wait: socket": "ask less often, or from another thread; TCP_NODELAY where small messages go "
-    "to and fro (about 40 ms each is Nagle's algorithm with delayed acknowledgements)",
-    "wait: process": "start it less often, or do not wait for it in the loop",
-    "wait: device": "keep the value on the device: no .item(), .cpu() or print of a tensor in each "
-    "step",
-    _UNKNOWN: "record more steps: samples of the stack tell what runs there",
-}
 _DATABASE = re.compile(
     r"\.(?:commit|executemany|executescript)\(|\.execute\((?!\s*\w?[\"'(]+\s*(?i:select|with)\b)"
 )
-_OF_DATABASE = (
-    "each commit writes and syncs the database: commit once per step, or every N rows "
-    "(executemany); of SQLite also PRAGMA journal_mode=WAL and synchronous=NORMAL; or write from a "
-    "thread of its own, which takes the rows from a queue"
-)
 _OF_OBJECTS = re.compile(r"\b(?:all_gather|gather|scatter|broadcast|send|recv)_object")
-_OF_TRAINER = (
-    "the trainer does it, not the line that calls it: see which of its callbacks, loggers, metrics "
-    "and plugins need this, and turn those off or run them less often"
-)
-_OF_ACCELERATE = (
-    "accelerate does it in each call, not the line that calls it: larger batches pay it less "
-    "often, and plain PyTorch objects (accelerator.unwrap_model, optimizer.optimizer) not at all"
-)
 
 
 def is_in_trainer(account: Account) -> bool:
@@ -944,7 +800,7 @@ def _code(question: Question) -> Finding:
     of_gradients = position == "prepare" and _OF_GRADIENTS.search(text) is not None
     may_load = position in ("prepare", "between_steps") and not (has_loader or of_gradients)
     may_load &= position == "prepare" or _MAKES_BATCH.search(text) is not None
-    is_outside = position not in _DO or may_load or of_gradients
+    is_outside = position not in _OF_POSITION or may_load or of_gradients
     of_tensors = account.activity in _OF_TENSORS and (
         account.does.startswith(("torch", "arithmetic")) or _ON_ARRAYS.search(text) is not None
     )
@@ -966,12 +822,13 @@ def _code(question: Question) -> Finding:
         (_OF_OBJECTS.search(every) is not None,
          "exchange tensors (all_reduce, all_gather_into_tensor): objects are pickled, sent as bytes"
          " and built again on each rank; what stays Python data, less often"),
-        *((part in called and "validate_args=False" not in text, do) for part, do in _OF_CALL),
-        (_DATABASE.search(every) is not None, _OF_DATABASE),
+        *((code.search(called) is not None and "validate_args=False" not in text, do)
+          for code, do in _OF_CALLS),
+        (_DATABASE.search(every) is not None, _DO["database"]),
         (OPENS.search(every) is not None, "keep it open from one call to the next"),
         (account.activity in _OF_ACTIVITY, _OF_ACTIVITY.get(account.activity, "")),
-        (is_in_trainer(account), _OF_TRAINER),
-        (_is_in_accelerate(account), _OF_ACCELERATE),
+        (is_in_trainer(account), _DO["trainer"]),
+        (_is_in_accelerate(account), _DO["accelerate"]),
         *((is_outside and code.search(text) is not None, do) for code, do in _OF_CODE),
         (_is_in_exchange(question),
          "this hook exchanges gradients, which each step needs: where the link is fast enough, the "
@@ -983,14 +840,14 @@ def _code(question: Question) -> Finding:
          "return at once in all but every Nth step"),
         *((of_tensors and kind == loop & LAYERS, do) for kind, do in _OF_LOOP),
         (question.is_alone and is_outside, "let all ranks do a part of it each, or less often"),
-        (may_load, f"where it makes a batch, {_DO['prepare']}; else {_OUTSIDE}"),
+        (may_load, f"where it makes a batch, {_OF_POSITION['prepare']}; else {_DO['outside']}"),
         (position == "gradients" and _SCALES.search(text) is not None,
          "it changes the gradients, in one call for each parameter tensor: "
          "torch.nn.utils.clip_grad_norm_ needs fewer"),
         # foreach gains nothing on a CPU
         (position == "gradients" and not question.inputs.uses_gpu,
          "where it is for a log, do it every N steps"),
-        (True, _DO.get("gradients" if of_gradients else position, _OUTSIDE)),
+        (True, _OF_POSITION.get("gradients" if of_gradients else position, _DO["outside"])),
     )  # fmt: skip
     first, *others = [WHERE.get(each, each) for each in (position, *account.elsewhere)]
     where = f"{first} and {others[0] if len(others) == 1 else 'elsewhere'}" if others else first

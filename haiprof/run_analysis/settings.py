@@ -277,7 +277,9 @@ def _common_settings(settings: RankSettings) -> dict[str, Scalar]:
     return {
         **{FLAGS[name].partition(":")[0]: settings.flags.get(name) for name in _SWITCHES},
         **{name: getattr(settings, field) for name, field in _MODES.items()},
-        "optimizers": ", ".join(used) if len(used) >= settings.stepped_optimizer_count else None,
+        "optimizers": ", ".join(used) or "none"
+        if len(used) >= settings.stepped_optimizer_count
+        else None,
     }
 
 
