@@ -232,6 +232,7 @@ def test_an_expression_that_is_a_name_alone_is_not_shown(expression: str, shown:
      ("w * 1.0001", "arithmetic on tensors or arrays"),
      ("(pred == target) & mask[i]", "arithmetic on tensors or arrays"), ("rows", "native code"),
      ("0.1 * v.numpy()", "native code"), ("env.step(action)", "native code"),
+     ("sha.update(w.cpu().numpy().tobytes())", "native code"),
      ('open(path, "wb")', "native code"), (None, "native code")],
 )  # fmt: skip
 def test_only_what_calls_torch_by_name_is_called_its_operators(
