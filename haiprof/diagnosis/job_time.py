@@ -12,7 +12,7 @@ import numpy.typing as npt
 from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, POSITIONS
 from haiprof.base.units import duration_text
-from haiprof.run_analysis import ledger
+from haiprof.run_analysis import ledger, step_positions
 from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import TimeTable
 from haiprof.run_analysis.lines import wilson
@@ -47,6 +47,13 @@ _NOTHING, _HARDLY = 0.05, 0.25
 """Of what is paid later, for it to have begun then: what was seen before, what may have been."""
 _DISTURBED = 0.1
 """Positions that wait for a core so long are longer or shorter as others come and go."""
+_CHAIN = 1 / 3
+"""Of the time that the last rank needs from one collective to the next, what most others need, too:
+then it is no work of that rank's, but what calling the two takes."""
+_CALLED_BY_HAND = (
+    step_positions.PREPARE, step_positions.GRADIENTS, step_positions.AFTER_STEP,
+    step_positions.BETWEEN_STEPS,
+)  # fmt: skip
 _PARTS = 8  # A change is looked for in parts of the run of this number
 
 
@@ -95,11 +102,6 @@ class JobTime:
     like: Mapping[int, int] = field(default_factory=dict)
     """By rank: another one whose samples tell of it, where it has none of its own."""
     _known: list[Any] = field(default_factory=list, repr=False, compare=False)  # of `_totals`
-
-    @property
-    def peer_ns(self) -> Singles:
-        """[rank, step]: waiting for later ranks."""
-        return sum(self.waits_ns.values(), np.zeros_like(self.period_ns))
 
     @property
     def own_ns(self) -> Singles:
@@ -637,7 +639,9 @@ def peer_waits(
     """From when a rank began its collectives until the last rank began them.
 
     Collectives between which ranks have not waited for each other (buckets of one backward) count
-    once, by the last of them: the delay before it is the same. `starts` has by rank the number of a
+    once, by the last of them: the delay before it is the same. Between several that the job calls
+    one after the other, outside of the model, no rank is late whom the others need as long for:
+    that wait is a part of calling them. `starts` has by rank the number of a
     step, and the begin of each of its steps from there on in Unix time; `positions_of` a rank's
     positions on their clock, and Unix time less that.
     """
@@ -658,6 +662,11 @@ def peer_waits(
         known = place >= 0
         position = np.where(known, positions.position[place], BACKWARD)
         ends = np.append(positions.start_ns[1:], positions.end_ns)
+        chain = (place[1:] == place[:-1]) & known[1:] & np.isin(position[1:], _CALLED_BY_HAND)
+        chain &= np.isin(positions.position, ledger.MODEL_POSITIONS).any()  # else it is in these
+        own = np.sort(created[:, last[1:]] - created.max(axis=0)[last[:-1]], axis=0)
+        chain &= own[(len(own) - 1) // 2] >= _CHAIN * own[-1]
+        waits[:, 1:][:, chain] = 0
         np.add.at(before, position[known], (at_ns - positions.start_ns[place])[known])
         np.add.at(after, position[known], (ends[place] - at_ns - waits[0])[known])
         for row, rank in enumerate(group.ranks):

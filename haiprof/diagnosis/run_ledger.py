@@ -489,14 +489,15 @@ def _rank_samples(
     inputs: RuleInputs, rank: int, own: Cells, time: JobTime, saves: Saves | None
 ) -> RankSamples:
     analyzer, row, part = inputs.analyzer, time.ranks.index(rank), time.count[time.covered]
-    waits, whole = ((ns[row, time.covered] * part).sum() for ns in (time.peer_ns, time.period_ns))
+    whole = (time.period_ns[row, time.covered] * part).sum()
+    waits = time.waits_ns.items() if time.waits_for_all else ()
     positions, offset, busy = analyzer.step_positions(rank)
     plain, collected = analyzer.position_times(rank)
     return RankSamples(
         rank=rank, step=own.step, count=own.count, plain_ns=plain[:, own.column],
         collected_ns=collected[:, own.column], positions=positions, wall_offset_ns=offset,
         no_core_ratio=inputs.core_waits.get(rank), tail_ratio=analyzer.backward_tail(rank),
-        peer_ratio=float(waits / whole) if time.waits_for_all else None,
+        peer_ratios={at: float((ns[row, time.covered] * part).sum() / whole) for at, ns in waits},
         free_ratio=_free_ratio(inputs, rank), busy=busy if time.idle_ns is not None else None,
         beside=saves.steps[rank] == BESIDE if saves else None,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from its first judged step's begin to its last one's end.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -231,8 +231,8 @@ class RankSamples:
     """Of its time, how long its thread waited for a core, by counters; None: not known."""
     tail_ratio: float | None
     """Of its backward, what follows the last collective that it began there; None: not known."""
-    peer_ratio: float | None
-    """Of its time, how long it waited for later ranks in collectives; None: not known."""
+    peer_ratios: Mapping[int, float]
+    """By position: of its time, how long it waited there for later ranks in collectives."""
     free_ratio: float | None
     """Of its time, how long its cores had nothing to do; None: they are as many as their ranks."""
     busy: BusyTimes | None  # when its device had work queued; None: no device, or not known
@@ -526,8 +526,14 @@ def _split_waits(rows: _Rows, rank: RankSamples) -> _Rows:
     tail_ns = (rank.tail_ratio or 0.0) * float(rows["ns"][backward].sum())
     rows = _split(rows, _share_of(rows, backward & able, tail_ns), LINK_WAIT)
     # What of the time in collectives passes until the last rank is there.
-    whole, inside = float(rows["ns"].sum()), rows["activity"] == LINK_WAIT
-    rows = _split(rows, _share_of(rows, inside, (rank.peer_ratio or 0.0) * whole), PEER_WAIT)
+    # What is longer than it was seen to be in collectives there was in those of other positions.
+    whole = float(rows["ns"].sum())
+    left = whole * sum(rank.peer_ratios.values())
+    for position, ratio in [*rank.peer_ratios.items(), (None, 1.0)]:
+        inside = (rows["activity"] == LINK_WAIT) & ((rows["cell"] == position) | (position is None))
+        share = _share_of(rows, inside, min(left, ratio * whole))
+        left -= float((share * rows["ns"]).sum())
+        rows = _split(rows, share, PEER_WAIT)
     if rank.free_ratio is None:
         return rows
     # And what of an exchange, until other ranks leave a core to those who exchange.

@@ -9,7 +9,15 @@ import pytest
 
 from haiprof.base.ledger import POSITIONS
 from haiprof.base.units import NS_PER_MS
-from haiprof.run_analysis.ledger import ACTIVITIES, LONG, USUAL, package_of, spikes
+from haiprof.run_analysis.ledger import (
+    ACTIVITIES,
+    COLLECTIVES_FILE,
+    LONG,
+    USUAL,
+    package_of,
+    spikes,
+)
+from haiprof.run_analysis.step_positions import BACKWARD
 from tests.unit.diagnosis.tables import (
     BARRIER,
     ENGINE,
@@ -233,7 +241,7 @@ def test_python_in_a_backward_is_not_the_link() -> None:
 def test_what_follows_the_last_collective_of_a_backward_is_the_link() -> None:
     """A quarter of backward; of that, until the last rank was there, others are the reason."""
     parts: Any = (("forward", (MAIN, MODULE, LINEAR), 4), ("backward", (MAIN, ENGINE), 8))
-    table = table_of(*parts, tail_ratio=0.25, peer_ratio=1 / 12)
+    table = table_of(*parts, tail_ratio=0.25, peer_ratios={BACKWARD: 1 / 12})
     assert shares(table, "forward") == {"operators": 1}
     assert shares(table, "backward") == pytest.approx(
         {"operators": 3 / 4, "wait: link": 1 / 8, "wait: peer": 1 / 8}
@@ -242,6 +250,20 @@ def test_what_follows_the_last_collective_of_a_backward_is_the_link() -> None:
     assert shares(table, "backward") == pytest.approx(
         {"operators": 3 / 4, "wait: link": 1 / 8, "no core": 1 / 8}
     )
+
+
+def test_ranks_wait_for_one_another_in_the_positions_where_they_are_late() -> None:
+    """As in the exchange of gradients, and not in collectives that the job calls after it."""
+    file = f"{SITE}{COLLECTIVES_FILE}"
+    gathers = (MAIN, (file, 3000, "all_gather_object"), (file, 4000, "all_gather"))
+    table = table_of(
+        ("backward", (MAIN, ENGINE), 8), ("after_step", gathers, 4),
+        tail_ratio=0.5, peer_ratios={BACKWARD: 1 / 6},
+    )  # fmt: skip
+    assert shares(table, "backward") == pytest.approx(
+        {"operators": 1 / 2, "wait: link": 1 / 4, "wait: peer": 1 / 4}
+    )
+    assert shares(table, "after_step") == {"wait: link": 1}
 
 
 def test_each_position_keeps_its_exact_time_however_seldom_it_was_sampled() -> None:

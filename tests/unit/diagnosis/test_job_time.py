@@ -379,6 +379,29 @@ def test_buckets_of_one_backward_are_one_delay_and_barriers_are_several() -> Non
     assert peer_waits([parted], starts, lambda _: (positions, 0)).known[0] == [(0, 0), (1, 1)]
 
 
+def test_nobody_is_late_between_collectives_that_are_called_one_after_the_other() -> None:
+    """Of six after the step: rank 1 comes late to the first, and rank 0 evaluates before the last.
+
+    Where the positions of the model are not known, each may be waited for.
+    """
+    created = np.array([[50, 60, 63, 66, 69, 95], [58, 61, 64, 67, 70, 72]]) * NS_PER_MS
+    group = Arrivals(
+        group="0", group_name="world", ranks=(0, 1), kinds=("all_gather",) * 6,
+        sequence=np.arange(6), created_ns=created,
+    )  # fmt: skip
+    starts = {rank: (0, np.array([0])) for rank in (0, 1)}
+    positions = StepPositions(
+        start_ns=np.array([0, 8, 45]) * NS_PER_MS, end_ns=100 * NS_PER_MS,
+        position=np.array([FORWARD, BACKWARD, AFTER_STEP]), around_closure=np.zeros(3, dtype=bool),
+        collecting=np.zeros(3, dtype=bool), period=np.zeros(3, dtype=int), step_count=1,
+    )  # fmt: skip
+    found = peer_waits([group], starts, lambda _: (positions, 0))
+    assert found.ns == {AFTER_STEP: {0: {0: 8 * NS_PER_MS}, 1: {0: 23 * NS_PER_MS}}}
+    only_ends = replace(positions, position=np.full(3, PREPARE))
+    found = peer_waits([group], starts, lambda _: (only_ends, 0))
+    assert found.ns == {PREPARE: {0: {0: 12 * NS_PER_MS}, 1: {0: 23 * NS_PER_MS}}}
+
+
 def test_ranks_wait_for_the_slowest_of_each_part_of_a_step() -> None:
     """Buffers are broadcast as forward begins: rank 0 is late there, and rank 1 in backward."""
     ms = {rank: np.zeros((len(POSITIONS), STEPS)) for rank in (0, 1)}
