@@ -315,7 +315,8 @@ def _keep_needed_link(
     # A ring all-reduce moves 2 (n - 1) / n of the gradients' bytes (Patarasuk and Yuan 2009), and
     # shards, which gather parameters twice, 3 (n - 1) / n (Rajbhandari et al., ZeRO, 2020). An
     # exchange that takes no longer than it may on a good link is needed as a whole; of a longer one
-    # what it usually takes there is needed. What is called outside the phases exchanges none.
+    # what it usually takes there is needed. What is called outside the phases exchanges none, but
+    # before the optimizer where backward exchanges none.
     count = len(time.ranks)
     most_bytes = max((s.gradient_bytes for s in inputs.settings.values()), default=0)
     is_sharded = any(m.fsdp_unit_count for s in inputs.settings.values() for m in s.models)
@@ -325,11 +326,14 @@ def _keep_needed_link(
     usual_ns = bytes_ns + thresholds.LINK_USUAL_NS
     has_phases = np.isin(table.position, ledger.MODEL_POSITIONS).any()
     called = opportunities.calls_collectives(table.tree)[table.stack]
+    inside = np.isin(table.position, ledger.MODEL_POSITIONS) & (table.activity == LINK_WAIT)
+    by_hand = not (inside & ~called).any()
     kept = []
     for each in found:
         whole = time.mean_of(table, each.rows)
         is_beside = has_phases and each.position not in (*ledger.MODEL_POSITIONS, GRADIENTS)
-        is_beside |= bool(called[each.rows].any())
+        is_by_hand = by_hand and each.position == GRADIENTS
+        is_beside |= bool(called[each.rows].any()) and not is_by_hand
         if each.activity != LINK_WAIT or each.key is not None or not whole or is_beside:
             kept.append(each)
             continue

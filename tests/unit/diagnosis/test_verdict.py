@@ -691,6 +691,31 @@ def test_a_slow_exchange_in_many_small_buckets_says_so(root: Path, size: float, 
     assert ("bucket_cap_mb" in first.remedy) == said
 
 
+@pytest.mark.parametrize(("numbers", "gain_ms"), [(400_000, 9.4), (2_000_000, 3.0)])
+def test_gradients_that_are_exchanged_by_hand_need_what_their_bytes_take(
+    root: Path, numbers: int, gain_ms: float
+) -> None:
+    """12 ms of a step: their bytes at 1 GB/s, and 1 ms, are needed."""
+    run, shares = write_run(root), (SCRIPT, MAIN, job(61, "share"), (*BARRIER[:2], "all_reduce"))
+    spans = ((schema.FORWARD, 0, 5, (SCRIPT, MAIN, MODULE, FORWARD)),
+             (schema.BACKWARD, 5, 15, (SCRIPT, MAIN, ENGINE)),
+             (schema.OPTIMIZER, 27, 29, (SCRIPT, MAIN, STEP)))  # fmt: skip
+    for rank in (0, 1):
+        rows, samples = [], []
+        for step in range(120):
+            at = START_NS + step * 30 * NS_PER_MS
+            rows += [(kind, 0, at + begin * NS_PER_MS, at + end * NS_PER_MS)
+                     for kind, begin, end, _ in spans]  # fmt: skip
+            stacks = {begin: stack for _, begin, _, stack in spans} | {15: shares, 21: shares}
+            samples += [(at + (begin + 3) * NS_PER_MS, stack) for begin, stack in stacks.items()]
+        write_rank(run, spans_from(rows), rank=rank, world_size=2)
+        write_stacks(RunPaths(root).rank(rank).stacks, sorted(samples))
+        told(root, rank, model={"parameter_count": numbers, "trainable_count": numbers,
+                                "dtypes": {"float32": numbers}})  # fmt: skip
+    (found,) = (each for each in judged(root).findings if each.rule == "blocking_collectives")
+    assert saved_ns(found) == pytest.approx(gain_ms * NS_PER_MS, rel=0.1)
+
+
 # -- what else a verdict says ---------------------------------------------------------------------
 
 
