@@ -141,8 +141,8 @@ class Account:
         """What the thread did, in words: `Python`, `waiting for a file`, `numpy`."""
         package = None if self.package in (None, "job", "python") else self.package
         code = self.expression or ""
-        calls_torch = TORCH_CALL.search(code) and ".tobytes(" not in code  # of an array, for bytes
-        calls_torch = package or self.needed or calls_torch
+        by_name = TORCH_CALL.search(code) and ".tobytes(" not in code  # of an array, for bytes
+        calls_torch = package or self.needed or by_name
         if self.activity == "operators" and not calls_torch:
             # Of a tensor's method or an array's nothing tells which.
             text = expression_text(self.expression)

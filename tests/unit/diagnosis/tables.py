@@ -116,7 +116,7 @@ def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
         around_closure=position < 0, period=period, step_count=steps,
     )  # fmt: skip
     plain, collected = cut.sums()
-    more = dict.fromkeys(("no_core_ratio", "tail_ratio", "free_ratio", "busy"))
+    more: dict[str, Any] = dict.fromkeys(("no_core_ratio", "tail_ratio", "free_ratio", "busy"))
     more |= {"peer_ratios": {}} | rank
     ranks = [RankSamples(
         rank=0, step=np.arange(steps), count=np.ones(steps, dtype=np.int64), plain_ns=plain,
