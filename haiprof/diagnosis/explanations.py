@@ -32,7 +32,7 @@ from haiprof.diagnosis import machine_causes, opportunities
 from haiprof.diagnosis.background_saves import SLOWED, SlowedSteps
 from haiprof.diagnosis.loader_causes import MAKES_LOADER, OPENS, less_per_sample, loader_cause
 from haiprof.diagnosis.rule_inputs import RuleInputs
-from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of
+from haiprof.diagnosis.small_operators import SMALL_OPERATORS, operators_of, without_gradients
 from haiprof.diagnosis.verdict import CODE_CHARS, Finding, evidence_rows, make_finding
 from haiprof.run_analysis import code_samples, ledger
 from haiprof.run_analysis.lines import (
@@ -682,10 +682,11 @@ def slowed_by_saves(question: Question, slowed: SlowedSteps) -> Finding:
 
 def _evaluation(question: Question) -> Finding:
     account, who = question.account, ""
-    remedy = (
-        "evaluate less often or on fewer batches; under torch.no_grad(), which keeps no gradients, "
-        "they can be larger"
-    )
+    remedy = "evaluate less often or on fewer batches"
+    tree, line = question.samples.tree, (account.file, account.line)
+    inside = tree.holds(np.array([*(frame[:2] == line for frame in tree.frames), False]))
+    if not (inside & without_gradients(tree)).any():
+        remedy += "; under torch.no_grad(), which keeps no gradients, they can be larger"
     if question.is_alone:
         who = f"{ranks_text(account.ranks)} evaluates alone while the others wait: "
         remedy = "let all ranks evaluate a part each, less often or on fewer batches"

@@ -48,6 +48,11 @@ of the model 0.75 to 2.1."""
 _BACKWARD_OF_REST = 1.4
 """The middle of those last two: backward has no more for a loop than the rest of it leaves."""
 _NO_GRAD_FILE = "/torch/utils/_contextlib.py"  # What `@torch.no_grad()` runs a function in
+_NEW = re.compile(
+    r"(?:torch\.(?:stack|cat|tensor)\(\[?)?(?:torch\.)?"
+    r"(?:from_numpy|rand\w*|arange|zeros|ones|empty|full|tensor)\("
+)
+"""Makes a tensor of what is none, which no gradients go through."""
 _UNSURE = 0.25
 """Of a loop's time, what the operators may still take that stand in its place. Own choice."""
 _AHEAD = (step_positions.FORWARD, step_positions.LOSS)
@@ -157,11 +162,18 @@ def _in_loop(tree: CodeTree, loops: Ints, stack: int) -> int:
 
 def has_gradients(table: TimeTable, rows: Ints) -> bool:
     """Whether autograd records most of what some rows of forward do."""
-    tree = table.tree
-    none = (f.loop_kind & stack_lines.NO_GRAD or _FREES.search(f.function) for f in tree.frames)
-    holds = tree.holds(np.array([*map(bool, none), False]))
-    without = (tree.within(_NO_GRAD_FILE) | holds)[table.stack[rows]]
+    without = without_gradients(table.tree)[table.stack[rows]]
     return bool(table.ns[rows][without].sum() <= table.ns[rows].sum() / 2)
+
+
+def without_gradients(tree: CodeTree) -> Bools:
+    """Per stack: whether autograd records nothing of it: below no_grad, or of new numbers."""
+    none = (
+        f.loop_kind & stack_lines.NO_GRAD or _FREES.search(f.function) or _NEW.match(f.expression)
+        for f in tree.frames
+    )
+    found: Bools = tree.within(_NO_GRAD_FILE) | tree.holds(np.array([*map(bool, none), False]))
+    return found
 
 
 def operators_of(lines: pl.DataFrame, places: Collection[tuple[str, int]]) -> tuple[float, float]:

@@ -187,10 +187,17 @@ def test_its_part_of_backward_is_no_more_than_the_rest_of_the_model_leaves(tmp_p
     assert account.gain_ns == pytest.approx(2 * MS, rel=0.05)
 
 
-@pytest.mark.parametrize("rounds", [INDEPENDENT, RECURRENCE])
-def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path, rounds: int) -> None:
+@pytest.mark.parametrize(
+    "loop",
+    [
+        (*LOOP[:-1], INDEPENDENT | NO_GRAD),
+        (*LOOP[:-1], RECURRENCE | NO_GRAD),
+        (*LOOP[:3], "torch.stack([torch.from_numpy(x[i]) for i in ix])", *LOOP[4:-1], INDEPENDENT),
+    ],
+)
+def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path, loop: Frame) -> None:
     """Numbers may take its tensors' place, also where each round needs the one before."""
-    run = write_job(tmp_path / "run", loop=(*LOOP[:-1], rounds | NO_GRAD))
+    run = write_job(tmp_path / "run", loop=loop)
     (account,) = (a for a in judged(run.root).accounts if a.explanation == "many_small_operators")
     assert account.gain_ns == pytest.approx(2 * MS, rel=0.05)
 

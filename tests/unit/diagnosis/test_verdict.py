@@ -86,6 +86,8 @@ LAUNCH = (f"{PYTHON}/multiprocessing/popen_fork.py", 66, "Popen._launch")
 PUT_INDEX = (f"{SITE}/torch/utils/data/dataloader.py", 1539,
              "_MultiProcessingDataLoaderIter._try_put_index")  # fmt: skip
 DRAW = (*job(22, "Balanced.__iter__", "data.py"), "self.rng.choice(N, k, p=p)")
+NO_GRAD = (f"{SITE}/torch/utils/_contextlib.py", 9, "context_decorator.<locals>.decorate_context")
+MODEL_CALL = (MODULE, FORWARD)
 GET_DATA = (*PUT_INDEX[:2], "_MultiProcessingDataLoaderIter._get_data")
 REBUILD = (f"{SITE}/torch/multiprocessing/reductions.py", 538, "rebuild_storage_fd")
 ANSWER = (f"{PYTHON}/multiprocessing/connection.py", 768, "answer_challenge")
@@ -461,6 +463,18 @@ STORIES = {
         write=lambda root: write_evaluating(root, (0, 1)), slug="evaluation_heavy", lost=0.46,
         says="paid every 20th step, 300 ms",
     ),
+    "evaluation that keeps gradients": Story(
+        write=lambda root: write_evaluating(root, (0,), 1, (SCRIPT, job(46, "main"), *MODEL_CALL)),
+        slug="evaluation_heavy", lost=0.46, place="net.py:5 Net.forward",
+        does="on fewer batches; under torch.no_grad()",
+    ),
+    "evaluation that keeps none": Story(
+        write=lambda root: write_evaluating(
+            root, (0,), 1, (SCRIPT, job(46, "main"), NO_GRAD, job(90, "evaluate"), *MODEL_CALL)
+        ),
+        slug="evaluation_heavy", lost=0.46, place="net.py:5 Net.forward",
+        does="evaluate less often or on fewer batches",
+    ),
     "averages of BatchNorm": Story(
         write=lambda root: write_evaluating(root, (0,), 1, (SCRIPT, (*MAIN, "update_bn(a, b)"))),
         slug="evaluation_heavy", cause="update_bn", lost=0.46, place="train.py:40 main",
@@ -564,6 +578,7 @@ def test_the_cause_is_said_first(root: Path, name: str) -> None:
     assert first.lost_ratio == pytest.approx(story.lost, abs=0.02)
     assert story.says in first.title
     assert story.does in first.remedy
+    assert "keeps none" not in name or "torch.no_grad" not in first.remedy
     assert story.cause in (None, first.cause)
     assert [line.location for line in first.code_lines][:1] == [story.place] * bool(story.place)
     assert first.gain is not None
@@ -1352,9 +1367,11 @@ def test_lines_of_a_helper_of_the_model_count_together(root: Path) -> None:
                for n in (21, 22, 23)]  # fmt: skip
     write_sampled(root, lambda *_: (0.2, 30.0, 10.0, 2.0),
                   {"forward": lambda i: stacks[i % 5]}, steps=120)  # fmt: skip
-    headline = judged(root).headline
-    assert "of the step is 3 lines of one function of forward (net.py:2" in headline
-    assert "normalise" in headline
+    verdict = judged(root)
+    assert "of the step is 3 lines of one function of forward (net.py:2" in verdict.headline
+    assert "normalise" in verdict.headline
+    (own,) = (each for each in verdict.own_work if each.function == "normalise")
+    assert own.describe().endswith(" normalise and 2 more lines of it")
 
 
 def test_fused_saves_of_adams_update_alone(root: Path) -> None:
