@@ -168,11 +168,20 @@ def has_gradients(table: TimeTable, rows: Ints) -> bool:
 
 def without_gradients(tree: CodeTree) -> Bools:
     """Per stack: whether autograd records nothing of it: below no_grad, or of new numbers."""
-    none = (
-        f.loop_kind & stack_lines.NO_GRAD or _FREES.search(f.function) or _NEW.match(f.expression)
+    none = [
+        bool(f.loop_kind & stack_lines.NO_GRAD or _FREES.search(f.function))
+        or _NEW.match(f.expression) is not None
         for f in tree.frames
-    )
-    found: Bools = tree.within(_NO_GRAD_FILE) | tree.holds(np.array([*map(bool, none), False]))
+    ]
+    found, closure = np.zeros((2, len(tree.place)), dtype=np.bool_)
+    for stack in range(1, len(tree.place)):  # callers come first
+        parent, place = tree.parent[stack], tree.place[stack]
+        file = tree.frames[place].file
+        found[stack] = found[parent] or none[place]
+        # An optimizer switches gradients on again for the closure that it calls.
+        closure[stack] = "/torch/optim/" in file or (closure[parent] and tree.library[place])
+        if file.endswith(_NO_GRAD_FILE):
+            found[stack] = not closure[parent]
     return found
 
 

@@ -152,7 +152,7 @@ class OwnFunction:
         if self.backward_ns:
             about = "about " * self.is_estimate
             text = f"{about}{text}, its part of backward included"
-        others = self.line_count - 1 if not self.expression else 0
+        others = self.line_count - 1
         more = f" and {others} more line{'s' * (others > 1)} of it" if others else ""
         return f"{text}: {self.code_place}{more}"
 

@@ -1318,14 +1318,18 @@ def test_attention_that_makes_its_weights_is_told(root: Path, inner: str, said: 
         assert ratio == pytest.approx(100 * 22.5 / 62.2, abs=3)
 
 
-def test_own_work_is_said_by_function_with_its_part_of_backward(root: Path) -> None:
-    """Backward is shared by the forward that autograd records: not a frozen part, not zeroing."""
-    model, no_grad = (SCRIPT, MAIN, MODULE), (f"{SITE}/torch/utils/_contextlib.py", 9, "decorate")
+@pytest.mark.parametrize("way", [(SCRIPT, MAIN), (SCRIPT, MAIN, STEP, NO_GRAD, job(5, "closure"))])
+def test_own_work_is_said_by_function_with_its_part_of_backward(root: Path, way: Stack) -> None:
+    """Backward is shared by the forward that autograd records: not a frozen part, not zeroing.
+
+    An optimizer runs its closure with gradients.
+    """
+    model = (*way, MODULE)
     zero = (f"{SITE}/torch/optim/optimizer.py", 9, "Optimizer.zero_grad")
     expert, head, frozen, zeroing = (
         (*model, job(6, "Expert.forward", "net.py"), LINEAR),
         (*model, job(9, "Head.forward", "net.py"), LINEAR),
-        (SCRIPT, MAIN, no_grad, job(4, "features", "old.py"), MODULE, LINEAR),
+        (*way, NO_GRAD, job(4, "features", "old.py"), MODULE, LINEAR),
         (SCRIPT, job(30, "main"), zero),
     )
     stacks: list[Stack] = [expert, expert, expert, head, frozen, zeroing]
