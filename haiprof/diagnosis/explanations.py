@@ -812,6 +812,7 @@ def _code(question: Question) -> Finding:
     also = f"; {_OF_ACTIVITY[other]}" if other in _OF_ACTIVITY and other != account.activity else ""
     every = f"{text} {called} {account.also.expression if account.also else ''}"
     is_hook = _is_own(question, opportunities.in_hooks(question.samples.tree))
+    batch = f"where it makes a batch, {_OF_POSITION['prepare']}; else "
     remedies = (  # the first that is true
         (account.when == GROWING and is_hook,
          "it is a hook, and runs more and more often where it is registered again: keep the handle "
@@ -839,9 +840,10 @@ def _code(question: Question) -> Finding:
         (is_hook,
          "it is a hook: remove it (the handle that registering it gave: remove()), or let it "
          "return at once in all but every Nth step"),
-        *((of_tensors and kind == loop & LAYERS, do) for kind, do in _OF_LOOP),
+        *((of_tensors and kind == loop & LAYERS, f"{batch if may_load else ''}{do}")
+          for kind, do in _OF_LOOP),
         (question.is_alone and is_outside, "let all ranks do a part of it each, or less often"),
-        (may_load, f"where it makes a batch, {_OF_POSITION['prepare']}; else {_DO['outside']}"),
+        (may_load, f"{batch}{_DO['outside']}"),
         (position == "gradients" and _SCALES.search(text) is not None,
          "it changes the gradients, in one call for each parameter tensor: "
          "torch.nn.utils.clip_grad_norm_ needs fewer"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -22,6 +23,7 @@ from haiprof.diagnosis.verdict import OwnFunction
 from haiprof.run_analysis.ledger import LINK_WAIT, MODULE_FILE, TimeTable, point_to_point
 from haiprof.run_analysis.lines import innermost_stack, written_in
 from haiprof.run_analysis.run_files import number
+from haiprof.run_analysis.step_positions import OPTIMIZER
 from haiprof.run_format.stack_lines import LAYERS, RECURRENCE
 
 _ONE_LINE = 0.95  # Of a function's time, for it to be called that line's
@@ -32,6 +34,7 @@ backward, one thread (torch 2.13): nothing to 8 % of sequences of 32 to 256, 41 
 1,024."""
 _UPDATE_ALL = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers of torch that update all parameters, whether they have a gradient of 0 or not."""
+_STEPS = re.compile(r"/torch/optim/\w+\.py \w+\.step\Z")
 _MANY_PASSES, _SHORT_PASS_NS = 8, 1_000_000
 """So short a pass is the calling of operators, mostly: it takes as long for more samples. Own
 choice."""
@@ -100,7 +103,7 @@ def _part(table: TimeTable, rows: Ints, of: Bools) -> float:
 
 def describe_work(inputs: RuleInputs, found: RunLedger) -> list[tuple[float, str]]:
     """Of the model's own work what may be the job's doing, and has no price: share, and words."""
-    every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found.ledger)]
+    every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found)]
     every += _other_stages(inputs, found)
     every += _many_passes(inputs, found.ledger)
     every += [] if inputs.uses_gpu else _attention_weights(found)
@@ -148,6 +151,9 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     beside = ", with its part of backward" if largest.has_backward else ""
     ratio = largest.ns / found.ledger.mean_ns
     what, do = _OF_LOOPS[largest.kind]
+    if largest.looks_up:
+        do = "one table for all that have rows of one length (each one's indices begin after the "
+        do += "rows of those before it)"
     do += " (nn.LSTM, nn.GRU)" * (largest.has_backward and largest.kind == RECURRENCE)
     kind, much = "small operators", "some of that, haiprof --explain says how much"
     if largest.called is not None:
@@ -202,8 +208,9 @@ def _many_passes(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float, st
         )
 
 
-def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float, str]]:
+def _large_optimizer(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[float, str]]:
     """What is true of an optimizer that takes longer than all that it follows, on a CPU."""
+    ledger, table, tree = found.ledger, found.table, found.table.tree
     model, own = (
         sum(ledger.positions.get(name, 0.0) for name in names)
         for names in (("forward", "loss", "backward"), ("optimizer",))
@@ -212,7 +219,18 @@ def _large_optimizer(inputs: RuleInputs, ledger: Ledger) -> Iterator[tuple[float
         return
     ratio, every = own / ledger.mean_ns, inputs.settings.values()
     names = {each.name for of in every for each in of.optimizers}
-    text = f"the optimizer takes {ratio_text(ratio)} of the step, more than forward and backward"
+    rows = np.flatnonzero(table.position == OPTIMIZER)
+    steps = {f.function for f in tree.frames if _STEPS.search(f"{f.file} {f.function}")}
+    parts = {
+        name: _part(table, rows, tree.holds(np.array([*(f.function == name for f in tree.frames),
+                                                      False]))[table.stack[rows]])
+        for name in steps
+    }  # fmt: skip
+    most = max(parts, key=lambda name: parts[name], default="")
+    of = f" ({ratio_text(parts[most])} of that is {most})" if len(parts) > 1 else ""
+    text = (
+        f"the optimizer takes {ratio_text(ratio)} of the step{of}, more than forward and backward"
+    )
     if names and names <= _UPDATE_ALL and any(has_layers(each, ("Embedding",)) for each in every):
         text += ": it updates all parameters, used or not (sparse=True with SparseAdam leaves out "
         text += "what a large embedding did not use)"

@@ -44,15 +44,16 @@ _CALL_HELD_NS, _FEW_ROUNDS = 1000, 8
 _BACKWARD = 2.0
 """Backward of a loop's operators takes so much more for its time than that of others: taking a row
 makes a tensor of the whole there. Measured on five programs: 1.6 to 3.5 times forward, of the rest
-of the model 0.75 to 2.1."""
-_BACKWARD_OF_REST = 1.4
-"""The middle of those last two: backward has no more for a loop than the rest of it leaves."""
+of the model 0.7 to 2.1."""
+_LEAST_BACKWARD = 0.7
+"""The least of the rest: where backward is shorter than that of all of it, the loop has none."""
 _NO_GRAD_FILE = "/torch/utils/_contextlib.py"  # What `@torch.no_grad()` runs a function in
 _NEW = re.compile(
     r"(?:torch\.(?:stack|cat|tensor)\(\[?)?(?:torch\.)?"
     r"(?:from_numpy|rand\w*|arange|zeros|ones|empty|full|tensor)\("
 )
 """Makes a tensor of what is none, which no gradients go through."""
+_TABLES_FILE = "/torch/nn/modules/sparse.py"  # Of nn.Embedding and nn.EmbeddingBag
 _UNSURE = 0.25
 """Of a loop's time, what the operators may still take that stand in its place. Own choice."""
 _AHEAD = (step_positions.FORWARD, step_positions.LOSS)
@@ -70,6 +71,7 @@ class Recurrence:
     kind: int
     ns: float  # Of the mean step, with an estimate of its part of backward
     has_backward: bool
+    looks_up: bool  # Rows of tables (nn.Embedding), mostly
     called: tuple[float, float] | None
     """Its operators in forward of a step, and the ns of each, by a window; None without one."""
 
@@ -125,15 +127,17 @@ def find_loops(
         elif table.position[rows[0]] in _AHEAD and is_recorded:
             forward_ns -= own_ns
             rest_ns = max(forward_ns, 0.0)
-            part = _BACKWARD * own_ns / (_BACKWARD * own_ns + rest_ns)
-            part = min(part, max(1.0 - _BACKWARD_OF_REST * rest_ns / max(backward_ns, 1.0), 0.0))
+            whole_ns = _BACKWARD * own_ns + rest_ns
+            if backward_ns >= _LEAST_BACKWARD * whole_ns:
+                part = _BACKWARD * own_ns / whole_ns
         at, behind = code_place(table.tree, most), np.flatnonzero(is_of_autograd(table))
         if not has_price and at is not None and share == 1.0:  # else most of them compute
             ns = share * (time.mean_of(table, rows) + part * time.mean_of(table, behind))
-            kind, has_backward = kinds[number] & stack_lines.LAYERS, bool(part > 0)
-            told.recurrences.append(
-                Recurrence(at=at, kind=kind, ns=ns, has_backward=has_backward, called=called)
-            )
+            looks = table.ns[rows][table.tree.within(_TABLES_FILE)[table.stack[rows]]].sum()
+            told.recurrences.append(Recurrence(
+                at=at, kind=kinds[number] & stack_lines.LAYERS, ns=ns, has_backward=part > 0,
+                looks_up=bool(looks > own_ns / 2), called=called,
+            ))  # fmt: skip
         if not has_price:
             continue
         if lines is not None:
