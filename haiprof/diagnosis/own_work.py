@@ -161,7 +161,7 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
         each = f"{count:,.0f} operators of {duration_text(each_ns)} each"
         much = f"some of that (its forward has {each}, as traced)"
     text = f"about {ratio_text(ratio)} of the step is {kind} of a loop {what} ({place}{beside})"
-    yield ratio, f"{text}: {do} saves {much}"
+    yield ratio, f"{text}: {do} may save {much}"
 
 
 def _own_function(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[float, str]]:

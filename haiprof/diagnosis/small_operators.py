@@ -37,6 +37,9 @@ _OF_OPERATORS = 0.3  # A loop in which operators take less is Python
 _LEAST_HELD, _SMALL_HELD = 1 / 45, 1 / 15
 """Where a loop holds the interpreter lock for so much of its time its operators take less than
 some 45 and 15 us each; below that they compute, and below the second, calling them is all."""
+_LAYERS_HELD = 1 / 5
+"""In a loop over layers it is held by calling modules, too: so much where their operators take less
+than some 30 us. Own choice; three convolutions of 3 ms each were seen with 0.09."""
 _FREES = re.compile(r"\bzero_grad\Z")
 """Frees gradients, and holds the lock for as long as that takes: no operators."""
 _CALL_HELD_NS, _FEW_ROUNDS = 1000, 8
@@ -104,7 +107,9 @@ def find_loops(
         behind = np.flatnonzero(is_of_autograd(table))
         told.shares = _shares(lines, time.mean_of(table, behind) if len(behind) else 0.0)
     for number, rows, held_ratio in _loop_rows(table, samples, time, loops, kinds):
-        share = min(held_ratio / _SMALL_HELD, 1.0)
+        kind = kinds[number] & stack_lines.LAYERS
+        small = _LAYERS_HELD if kind == stack_lines.LAYERS else _SMALL_HELD
+        share = min(held_ratio / small, 1.0)
         inner = innermost_stack(table.tree)[table.stack[rows]]
         most = _in_loop(table.tree, loops, int(np.bincount(inner, table.ns[rows]).argmax()))
         frames = [table.tree.frames[at] for at in np.unique(table.tree.place[inner[inner > 0]])]
@@ -135,7 +140,7 @@ def find_loops(
             ns = share * (time.mean_of(table, rows) + part * time.mean_of(table, behind))
             looks = table.ns[rows][table.tree.within(_TABLES_FILE)[table.stack[rows]]].sum()
             told.recurrences.append(Recurrence(
-                at=at, kind=kinds[number] & stack_lines.LAYERS, ns=ns, has_backward=part > 0,
+                at=at, kind=kind, ns=ns, has_backward=part > 0,
                 looks_up=bool(looks > own_ns / 2), called=called,
             ))  # fmt: skip
         if not has_price:

@@ -881,7 +881,7 @@ def test_code_that_runs_in_several_positions_is_not_said_to_be_in_one(root: Path
     ("loader_ms", "line", "title", "remedy"),
     [
         (0.0, LOAD, "between steps: load_image", "where it makes a batch, do it in the dataset"),
-        (0.0, LOG, "between steps: log", "do it less often, beside training"),
+        (0.0, LOG, "between steps: log", "do it less often where nothing learns from it"),
         (0.2, LOAD, "after the optimizer: load_image", "in a worker or another process"),
         (0.0, (*job(11, "step"), "X[k]"), "between steps: step", "where it makes a batch, do it"),
         (0.0, (*job(12, "Buffer.sample"), "np.random.choice(n, k, p=p)"),
