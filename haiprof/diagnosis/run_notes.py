@@ -262,7 +262,8 @@ def reacted_lines(inputs: RuleInputs, ledger: Ledger | None) -> Iterator[str]:
         see = f": haiprof trace report {shown_path(run.root)} --window {each.window}"
         times = _inputs_grew(inputs.input_sizes, each)
         if grown and times and times - 1 >= grown / 2:
-            why = [f"its inputs are {units.number_text(times)} times as large from then on"]
+            larger = f"{units.number_text(times)} times as large"
+            why = [f"its inputs are {larger} from then on, on average"]
         else:
             starved, why = starvation(inputs), [grown_phase(inputs, each, positions)]
             if starved is not None and starved.rule == NEIGHBOURS:
