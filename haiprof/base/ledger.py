@@ -45,6 +45,7 @@ TORCH_CALL = re.compile(
 )
 """In an expression, what only torch is called by: `step` may be that of an environment."""
 _CALL = re.compile(r"[\w\])]\(")
+_OF_MODEL = ("forward", "backward", "evaluation")  # Here a method is a tensor's
 
 
 def position_words(position: str) -> str:
@@ -141,8 +142,9 @@ class Account:
         """What the thread did, in words: `Python`, `waiting for a file`, `numpy`."""
         package = None if self.package in (None, "job", "python") else self.package
         code = self.expression or ""
-        by_name = TORCH_CALL.search(code) and ".tobytes(" not in code  # of an array, for bytes
-        calls_torch = package or self.needed or by_name
+        by_name = TORCH_CALL.search(code) or self.position in _OF_MODEL
+        is_torchs = by_name and ".tobytes(" not in code  # bytes are of an array
+        calls_torch = package or self.needed or is_torchs
         if self.activity == "operators" and not calls_torch:
             # Of a tensor's method or an array's nothing tells which.
             text = expression_text(self.expression)

@@ -243,6 +243,8 @@ def test_only_what_calls_torch_by_name_is_called_its_operators(
                       ns_per_step=1.0, low_ns=0.0, high_ns=2.0, expression=expression)  # fmt: skip
     assert account.does == said
     assert replace(account, needed=True).does == "torch operators"
+    evaluated = said if expression and "tobytes" in expression else "torch operators"
+    assert replace(account, position="evaluation").does == evaluated
 
 
 def test_what_is_paid_at_every_nth_step_is_said_so_though_some_of_it_is_elsewhere() -> None:
