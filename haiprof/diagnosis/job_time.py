@@ -241,11 +241,10 @@ class JobTime:
         """Of one table once."""
         if not self._known or self._known[0] is not table:
             kind = np.where(table.activity == ledger.COLLECTION, _COLLECTED, table.kind)
-            cell = kind * _COUNT + table.cell
             ranks = np.flatnonzero(np.bincount(table.rank))  # few, of very many rows
             place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int64)
             place[ranks] = np.arange(len(ranks))
-            cell += place[table.rank] * _CELLS
+            cell = place[table.rank] * _CELLS + kind * _COUNT + table.cell
             seen_ns = np.where(table.count > 0, table.ns, 0.0)
             sums = np.empty((3, len(ranks), _CELLS))
             for number, of in enumerate((table.ns, seen_ns, table.count)):

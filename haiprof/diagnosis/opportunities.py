@@ -111,7 +111,12 @@ class _Function:
     key: int
     outer: _Line | None
     lines: dict[tuple[int, int], _Line] = field(default_factory=dict)  # By line and statement
-    rows: list[int] = field(default_factory=list)  # All rows in it and below
+    parts: list[Ints] = field(default_factory=list)  # Rows in it and below, by stack
+
+    @property
+    def rows(self) -> Ints:
+        """All of these."""
+        return _join(self.parts)
 
 
 @dataclass(slots=True)
@@ -121,8 +126,18 @@ class _Line:
     frame: int
     stack: int  # That ends in it, as it was met first
     function: _Function
-    own: list[int] = field(default_factory=list)  # Rows whose innermost line of the job it is
+    parts: list[Ints] = field(default_factory=list)  # As its innermost line of the job, by stack
     calls: dict[int, _Function] = field(default_factory=dict)
+
+    @property
+    def own(self) -> Ints:
+        """Rows whose innermost line of the job it is."""
+        return _join(self.parts)
+
+
+def _join(parts: Sequence[Ints]) -> Ints:
+    """Rows in the order of their parts."""
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 def mark_needed(table: ledger.TimeTable) -> ledger.TimeTable:
@@ -424,7 +439,7 @@ def opportunity(table: ledger.TimeTable, rows: Ints, at: CodePlace | None) -> Op
     )
 
 
-def _main_position(table: ledger.TimeTable, rows: Ints | list[int]) -> int:
+def _main_position(table: ledger.TimeTable, rows: Ints) -> int:
     return int(np.bincount(table.position[rows], table.ns[rows]).argmax())
 
 
@@ -487,13 +502,13 @@ def _of_code(table: ledger.TimeTable, free: Bools) -> Iterator[Opportunity]:
     """Nodes of the call tree; those of one function and position are one."""
     numbers = functions_of(table.tree)[1]
     walk = _Walk(table=table, free=free, models=_model_functions(table, numbers))
-    merged: dict[tuple[int, int, int], tuple[list[int], _Line]] = {}
+    merged: dict[tuple[int, int, int], tuple[list[Ints], _Line]] = {}
     for rows, line in walk.nodes(_grow(table, numbers)):
         at = line.frame if walk.is_driver(line.function) else -1
         key = (line.function.key, at, int(_BESIDE_MODEL[_main_position(table, rows)]))
-        merged.setdefault(key, ([], line))[0].extend(rows)
-    for numbered, line in merged.values():
-        yield opportunity(table, np.array(numbered), code_place(table.tree, line.stack))
+        merged.setdefault(key, ([], line))[0].append(rows)
+    for parts, line in merged.values():
+        yield opportunity(table, _join(parts), code_place(table.tree, line.stack))
 
 
 def _holds(table: ledger.TimeTable, functions: re.Pattern[str]) -> Bools:
@@ -514,10 +529,10 @@ def _grow(table: ledger.TimeTable, numbers: Ints) -> _Function:
     stacks, first = np.unique(table.stack[order], return_index=True)
     for stack, rows in zip(stacks.tolist(), np.split(order, first[1:]), strict=True):
         line = _line_of(tree, numbers, lines, stack)
-        line.own.extend(rows.tolist())
+        line.parts.append(rows)
         function: _Function | None = line.function
         while function is not None:
-            function.rows.extend(rows.tolist())
+            function.parts.append(rows)
             function = function.outer.function if function.outer else None
     return root
 
@@ -569,9 +584,9 @@ class _Walk:
     models: set[int]
     _drivers: dict[int, bool] = field(default_factory=dict)
 
-    def nodes(self, function: _Function) -> Iterator[tuple[list[int], _Line]]:
+    def nodes(self, function: _Function) -> Iterator[tuple[Ints, _Line]]:
         """Rows of each opportunity below a function, with the line that it is named by."""
-        tree, rows = self.table.tree, np.array(function.rows)
+        tree, rows = self.table.tree, function.rows
         if not len(rows) or not self.free[rows].any():
             return
         ns = self.table.ns[rows]
@@ -579,23 +594,21 @@ class _Walk:
         work = float(ns[self.table.needed[rows]].sum())
         whole = function.key >= 0 and not self.is_driver(function)
         if whole and avoidable > _PURE * (avoidable + work):
-            rows_free = [row for row in function.rows if self.free[row]]
-            yield rows_free, self._caller_of_model(function) or self._name(function)
+            yield rows[self.free[rows]], self._caller_of_model(function) or self._name(function)
             return
         # What the loop itself, or a trainer, does of an evaluation is one opportunity.
-        evaluated, others = list[tuple[list[int], _Line]](), list[tuple[list[int], _Line]]()
+        evaluated, others = list[tuple[Ints, _Line]](), list[tuple[Ints, _Line]]()
         for line in function.lines.values():
             # A line of a loop that holds several positions is one opportunity beside the model,
             # wherever a step with several passes runs it, and one in each of the others.
-            own = np.array(line.own, dtype=np.int64)
-            own = own[self.free[own]]
+            own = line.own[self.free[line.own]]
             for call in line.calls.values():
                 found = list(self.nodes(call))
                 if len(found) == 1:  # entering and leaving a function goes with it
                     at = tree.place[self.table.stack[own]]
                     calling = [frame for frame in np.unique(at) if self._is_call(frame, call)]
                     edges = np.isin(at, calling)
-                    found[0][0].extend(own[edges].tolist())
+                    found = [(_join([found[0][0], own[edges]]), found[0][1])]
                     own = own[~edges]
                 outer = tree.place[tree.parent[next(iter(call.lines.values())).stack]]
                 is_trainers = outer >= 0 and tree.library[outer]
@@ -604,12 +617,12 @@ class _Walk:
                     (evaluated if is_part else others).append(node)
             beside = _BESIDE_MODEL[self.table.position[own]]
             for position in np.unique(beside).tolist():
-                node = own[beside == position].tolist(), line
+                node = own[beside == position], line
                 (evaluated if position == EVALUATION else others).append(node)
         yield from others
         if evaluated:
             named = max(evaluated, key=lambda node: self._time(node[0]))[1]
-            yield [row for rows, _ in evaluated for row in rows], named
+            yield _join([rows for rows, _ in evaluated]), named
 
     def _is_call(self, frame: int, function: _Function) -> bool:
         """Whether a frame is of the expression that calls a function, where nothing else runs."""
@@ -625,7 +638,7 @@ class _Walk:
         """Whether the training loop passes through it: who runs both model and backward."""
         # Of a model so small that it was never sampled, who takes batches and goes on after them.
         if id(function) not in self._drivers:
-            rows = np.array(function.rows, dtype=np.int64)
+            rows = function.rows
             model = np.unique(self.table.position[rows[self.table.needed[rows]]])
             at = np.unique(self.table.position[rows])
             known = len(np.intersect1d(model, (FORWARD, BACKWARD, OPTIMIZER, INPUT))) > 1
@@ -654,7 +667,7 @@ class _Walk:
         """The line that runs the model outside of training (evaluation); None where it is not."""
         if function.key not in self.models:
             return None
-        rows = np.array(function.rows)
+        rows = function.rows
         inside = rows[np.isin(self.table.position[rows], ledger.MODEL_POSITIONS)]
         is_trained = self._time(inside) > 0.5 * self._time(rows)
         return None if is_trained else function.outer
@@ -662,6 +675,5 @@ class _Walk:
     def _weight(self, line: _Line) -> float:
         return self._time(line.own) + self._of_calls([*line.calls.values()])
 
-    def _time(self, rows: Sequence[int] | Ints) -> float:
-        chosen = np.array(rows, dtype=np.int64)
-        return float(self.table.ns[chosen[self.free[chosen]]].sum())
+    def _time(self, rows: Ints) -> float:
+        return float(self.table.ns[rows[self.free[rows]]].sum())

@@ -609,10 +609,11 @@ class _Accounts:
         own_ns = table.ns[found.rows]
         ns = np.bincount(table.position[found.rows], own_ns, len(POSITIONS))
         large = np.flatnonzero(ns >= _ELSEWHERE_RATIO * max(float(ns.sum()), 1.0)).tolist()
-        held = dict[str | None, float]()
-        for name, part in zip(table.take(found.rows).package, own_ns.tolist(), strict=True):
-            held[name] = held.get(name, 0.0) + part
-        held.pop(None, None)
+        held, place = dict[str, float](), table.tree.place[table.stack[found.rows]] + 1
+        of_frame, seen = np.bincount(place, own_ns), np.bincount(place)
+        for at in np.flatnonzero(seen[1:]).tolist():
+            name = table.packages[at]
+            held[name] = held.get(name, 0.0) + float(of_frame[at + 1])
         both = (
             (paid.max(axis=0), parts.max(axis=0))
             if alone
@@ -622,7 +623,7 @@ class _Accounts:
             ranks=self.late.ranks if found.key == "ranks_uneven" and self.late else ranks,
             slowest_rank=slowest if is_uneven else None, position=POSITIONS[found.position],
             activity=ledger.ACTIVITIES[found.activity],
-            package=max(held, key=lambda name: (held[name], name or ""), default=None),
+            package=max(held, key=lambda name: (held[name], name), default=None),
             gain_ns=gain, gain_low_ns=min(max(low - found.unsure_ns, 0.0), gain),
             gain_high_ns=max(high, gain), when=found.when or time.when(table, main, *both),
             explanation=found.key,

@@ -50,7 +50,12 @@ _TIME_LIMIT_NS = 1 << 62
 _STACK_LIMIT = 1 << 16  # stacks of one process that are read; a rank writes an eighth of that
 _PER_SAMPLE = ("time_ns", "stack", "lock_wait", "cpu_ns", "queue_ns", "wait", "weight_ns")
 _OF_FOLDED = ("position", "around", "hidden")
-_COLUMNS = ("rank", "worker", *_PER_SAMPLE, "step", "phase", *_OF_FOLDED)
+_COLUMNS: Mapping[str, Any] = {
+    **dict.fromkeys(("time_ns", "cpu_ns", "queue_ns"), np.int64), "weight_ns": np.float64,
+    **dict.fromkeys(("rank", "worker", "stack", "step"), np.int32),
+    **dict.fromkeys(("lock_wait", "wait", "phase", *_OF_FOLDED), np.int8),
+}  # fmt: skip
+"""Small numbers are stored small: samples are many."""
 _CHECKPOINT_POSITION = POSITIONS.index("checkpoint")
 FETCH_FILE = "/torch/utils/data/_utils/fetch.py"  # what takes the samples of a batch from a dataset
 
@@ -382,54 +387,55 @@ class CodeSamples:
 
 def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
     """Reads the samples of ranks and of their workers."""
-    tree = StackTree()
-    read: list[tuple[RankSegments, SampledProcess]] = []
-    notes: list[str] = []
-    for rank in ranks:
-        folded, paths = rank.folded, rank.files.paths
+    tree, notes, unknown_notes = StackTree(), list[str](), list[str]()
+    rows = [{name: np.zeros(0, dtype=kind) for name, kind in _COLUMNS.items()}]
+    for rank in ranks:  # one by one: what is read of a file takes much more than its columns
+        folded, paths, processes = rank.folded, rank.files.paths, list[SampledProcess]()
         with note_damage(notes):
             processes, damaged = read_stack_file(
                 paths.stacks, tree, folded.file.stack_lines, folded.fact("first_stack_byte")
             )
-            read += [(rank, process) for process in processes]
             notes += damaged
         workers, damage = read_of_one_folding(
             paths.old_worker_stacks, partial(_read_workers, paths, tree)
         )
-        read += [(rank, process) for process in workers]
         notes += damage
-    whole = tree.whole()
-    loads = whole.within(FETCH_FILE)
-    rows: list[dict[str, np.ndarray]] = []
-    for rank, process in read:
-        columns, unknown_count = process.samples()
-        if unknown_count:
-            notes.append(
-                f"rank {rank.files.rank}: the stacks of {unknown_count} samples are not known"
+        for process in (*processes, *workers):
+            columns, unknown_count = process.samples()
+            if unknown_count:
+                unknown_notes.append(
+                    f"rank {rank.files.rank}: the stacks of {unknown_count} samples are not known"
+                )
+            parts = [columns]
+            if process.worker is None:
+                phase, step = locate(rank, columns["time_ns"])
+                weight_ns = _share_times(rank, phase, step, columns["weight_ns"])
+                step = np.where(step < 0, -1, step + rank.first_step)
+                columns |= {"phase": phase, "step": step, "weight_ns": weight_ns}
+                parts = [_folded_samples(rank, process), *parts] if rank.first_step else parts
+            else:
+                columns["phase"] = np.full(len(columns["stack"]), WORKER)
+            time_ns, stack, cpu_ns = process.others()
+            of_others = np.full(len(stack), OTHER_THREADS)
+            parts.append(
+                {"time_ns": time_ns, "stack": stack, "phase": of_others, "weight_ns": cpu_ns}
             )
-        parts = [columns]
-        if process.worker is None:
-            phase, step = locate(rank, columns["time_ns"])
-            weight_ns = _share_times(rank, phase, step, columns["weight_ns"])
-            step = np.where(step < 0, -1, step + rank.first_step)
-            columns |= {"phase": phase, "step": step, "weight_ns": weight_ns}
-            parts = [_folded_samples(rank, process), *parts] if rank.first_step else parts
-        else:  # loading is what happens below the loader's own fetch
-            columns["phase"] = np.where(loads[columns["stack"]], WORKER, WORKER_WAITING)
-        time_ns, stack, cpu_ns = process.others()
-        of_others = np.full(len(stack), OTHER_THREADS)
-        parts.append({"time_ns": time_ns, "stack": stack, "phase": of_others, "weight_ns": cpu_ns})
-        for part in parts:
-            unknown = np.full(len(part["stack"]), -1)
-            rows.append(dict.fromkeys(_COLUMNS, unknown) | part | {
-                "rank": np.full(len(unknown), rank.files.rank),
-                "worker": np.full(len(unknown), -1 if process.worker is None else process.worker),
-                "time_ns": part["time_ns"] + rank.wall_offset_ns,
-            })  # fmt: skip
-    none = np.zeros(0, dtype=np.int64)
-    joined = {name: np.concatenate([none, *(part[name] for part in rows)]) for name in _COLUMNS}
+            for part in parts:
+                unknown = np.full(len(part["stack"]), -1)
+                worker = -1 if process.worker is None else process.worker
+                own = dict.fromkeys(_COLUMNS, unknown) | part | {
+                    "rank": np.full_like(unknown, rank.files.rank),
+                    "worker": np.full_like(unknown, worker),
+                    "time_ns": part["time_ns"] + rank.wall_offset_ns,
+                }  # fmt: skip
+                rows.append({name: own[name].astype(kind) for name, kind in _COLUMNS.items()})
+    joined = {name: np.concatenate([part.pop(name) for part in rows]) for name in _COLUMNS}
     joined |= {name: joined[name] > 0 for name in _OF_FOLDED[1:]}
-    return CodeSamples(tree=whole, notes=tuple(notes), **joined)
+    # Of workers, loading is what happens below the loader's own fetch.
+    loads, code = np.flatnonzero(joined["phase"] == WORKER), tree.whole()
+    waits = ~code.within(FETCH_FILE)[joined["stack"][loads]]
+    joined["phase"][loads[waits]] = WORKER_WAITING
+    return CodeSamples(tree=code, notes=(*notes, *unknown_notes), **joined)
 
 
 def _folded_samples(rank: RankSegments, process: SampledProcess) -> dict[str, np.ndarray]:

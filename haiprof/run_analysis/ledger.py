@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,8 +54,12 @@ ACTIVITIES = (
     FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, SLEEP, PROCESS_WAIT, OTHER_WAIT, NO_CORE, FAULTS, COLLECTION,
     UNKNOWN,
 ) = range(len(ACTIVITIES))  # fmt: skip
-_COLUMNS = ("rank", "cell", "position", "activity", "work", "stack", "step", "kind", "hidden",
-            "ns", "count", "sample", "needed")  # fmt: skip
+_COLUMNS: Mapping[str, Any] = {
+    **dict.fromkeys(("rank", "stack", "step", "sample"), np.int32),
+    **dict.fromkeys(("cell", "position", "activity", "work", "kind"), np.int8),
+    **dict.fromkeys(("ns", "count"), np.float64), **dict.fromkeys(("hidden", "needed"), np.bool_),
+}  # fmt: skip
+"""Small numbers are stored small: rows are many."""
 _Rows = dict[str, np.ndarray]
 ON_CORE = (OPERATORS, PYTHON, NATIVE)
 _WOKEN = (SLEEP, FILE_WAIT, SOCKET_WAIT, PIPE_WAIT, LOCK_WAIT, OTHER_WAIT)
@@ -158,12 +163,6 @@ class TimeTable:
     needed: Bools
     """Whether it is the model's own work, which no change around it removes; unknown at first."""
     packages: Sequence[str]  # per frame of the tree: whose code it is
-
-    @property
-    def package(self) -> Sequence[str | None]:
-        """Per row: whose code its innermost frame is."""
-        place = self.tree.place[self.stack]
-        return [self.packages[p] if p >= 0 else None for p in place.tolist()]
 
     def take(self, rows: Bools | Ints) -> TimeTable:
         """The chosen rows."""
@@ -297,8 +296,10 @@ def _rank_rows(
         "stack": samples.stack[at], "step": rank.step[column], "kind": kind,
         "hidden": samples.hidden[at]
         | is_hidden(samples.time_ns[at] - rank.wall_offset_ns, rank.busy),
-        "ns": weight, "count": np.ones(len(at)), "needed": np.zeros(len(at), dtype=np.bool_),
+        "ns": weight, "count": np.ones(len(at)), "needed": np.zeros(len(at)),
+        "rank": np.full(len(at), rank.rank),
     }  # fmt: skip
+    rows = {name: column.astype(_COLUMNS[name]) for name, column in rows.items()}
     rows = _split(rows, _dispatch_share(samples, rows, packages), OPERATORS)
     rows = _split_waits(rows, rank)
     rows["work"] = rows["activity"].copy()
@@ -306,16 +307,15 @@ def _rank_rows(
     rows = _split(rows, _contended_share(rows), NO_CORE, "work")
     whole = np.array(unseen, dtype=np.int64).reshape(-1, 4).T
     others = dict.fromkeys(rows, np.zeros(len(unseen))) | {
+        "rank": np.full(len(unseen), rank.rank),
         **dict.fromkeys(("cell", "position"), whole[0]), "kind": whole[2], "ns": whole[3],
         **dict.fromkeys(("activity", "work"), whole[1]),
         **dict.fromkeys(("step", "sample"), np.full(len(unseen), -1)),
     }  # fmt: skip
-    joined = {
+    return {
         name: np.concatenate([column, others[name].astype(column.dtype)])
         for name, column in rows.items()
     }
-    joined["rank"] = np.full(len(joined["ns"]), rank.rank)
-    return joined
 
 
 def _columns(rank: RankSamples, step: Ints) -> Ints:

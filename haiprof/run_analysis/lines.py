@@ -172,8 +172,8 @@ def line_frame(samples: CodeSamples, ledger: tuple[Ints, Floats] | None = None) 
     position, of_step = ledger or (np.full(len(samples.stack), -1), np.zeros(len(samples.stack)))
     columns = {
         "rank": samples.rank, "worker": samples.worker, "phase": samples.phase,
-        "position": position, "stack": samples.stack, "weight": samples.weight_ns,
-        "of_step": of_step,
+        "position": position, "stack": samples.stack.astype(np.int64),
+        "weight": samples.weight_ns, "of_step": of_step,
     }  # fmt: skip
     group = ("rank", "worker", "phase", "position")
     cells = pl.DataFrame(columns).group_by(*group, "stack")

@@ -347,9 +347,9 @@ def step_frame(
         columns[f"{phase}_host_ns"] = steps.host_ns[place] if rank.seen[place] else missing
     seen = [*rank.seen.tolist(), True, True]
     for place, name in enumerate((*STEP_PHASES, "idle")):
-        device = missing
-        if rank.device_ns is not None and seen[place]:
-            device = pl.Series(np.rint(rank.device_ns[place]), nan_to_null=True).cast(pl.Int64)
+        ns = None if rank.device_ns is None or not seen[place] else np.rint(rank.device_ns[place])
+        is_known = ns is not None and np.isfinite(ns).any()
+        device = pl.Series(ns, nan_to_null=True).cast(pl.Int64) if is_known else missing
         columns[f"{name}_device_ns"] = device
     # Series one by one: of a thousand ranks a frame from a dictionary takes seconds.
     series = ((name, kind, columns[name]) for name, kind in STEP_SCHEMA.items())
