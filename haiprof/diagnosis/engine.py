@@ -136,7 +136,7 @@ def judge(
             *run_notes.untrained_notes(inputs.untrained),
             *run_notes.late_start_notes(analyzer),
             *analyzer.notes(),
-            *run_notes.attempt_notes(analyzer.steps()),
+            *run_notes.attempt_notes(analyzer),
             *short_notes(inputs),
             *uneven_notes(ledger),
             *(f"the model's own work: {text}" for _, text in own if text not in headline),

@@ -152,17 +152,16 @@ def gather_inputs(
     analyzer: RunFrames, *, trace_limit_bytes: int | None = None, since_ns: int | None = None
 ) -> RuleInputs:
     """Gathers what rules judge by from the frames of a run, and from its traces up to a size."""
-    steps = analyzer.steps()
-    own_steps = step_frame.by_attempt(step_frame.last_attempts(steps))
-    parts = dict(sorted((rank, part) for (rank, _), part in own_steps))
+    none, parts = pl.DataFrame(schema=step_frame.STEP_SCHEMA), analyzer.steps_by_rank()
     # Where some ranks train, those that do not (an actor that plays for a learner, a parameter
     # server) run another loop, whose steps are no measure of the job's.
-    marks = {r: step_frame.untrained_boundary(part) for r, part in parts.items() if len(part)}
+    marks = {r: step_frame.untrained_boundary(part) for r, part in parts.items()}
     is_trained = None in marks.values()
     untrained = tuple(r for r, mark in marks.items() if mark and is_trained)
     parts = {rank: part for rank, part in parts.items() if rank not in untrained}
     since = None if since_ns is None else pl.col("start_ns") >= since_ns
-    folded = analyzer.blocks({r: int(part["attempt"][0]) for r, part in parts.items() if len(part)})
+    attempts = {rank: int(part["attempt"][0]) for rank, part in parts.items()}
+    folded = analyzer.blocks(attempts)
     own = parts if since is None else {rank: part.filter(since) for rank, part in parts.items()}
     warm = {rank for rank in own if since is None and rank not in folded}
     judged = {r: (judged_steps if r in warm else untraced_steps)(part) for r, part in own.items()}
@@ -172,23 +171,21 @@ def gather_inputs(
     pauses = analyzer.pauses().join(spans, on=["rank", "attempt"])  # that began while steps ran
     inside = pl.col("start_ns").is_between(pl.col("begin"), pl.col("end"))
     # Counters of other attempts are another job's.
-    attempts = set(spans.select("rank", "attempt").rows())
-    ours = tuple(r for r in analyzer.files.ranks if (r.rank, r.attempt) in attempts)
+    ours = tuple(
+        r for r in analyzer.files.ranks if r.rank in by_rank and r.attempt == attempts[r.rank]
+    )
     ours_alone = replace(analyzer.files, ranks=ours)
     counted = counter_summaries.average_counters(ours_alone, spans.drop("attempt"), windows)
     main_cores = counted.of("cpu_main_cores")
     node_cpus = {h: _node_cpu(list(counted.nodes.get(h, {}).values())) for h in windows["host"]}
-    first = [
-        analyzer.first_step(rank, part["attempt"][0]) if rank in folded else part.head(1)
-        for rank, part in parts.items()
-    ]
+    first = [analyzer.first_step(rank, attempts[rank]) for rank in parts]
     ranks = analyzer.ranks()
     unjudged = ranks.join(spans, on="rank", how="anti")
     return RuleInputs(
-        analyzer=analyzer, steps=pl.concat([steps.clear(), *by_rank.values()]), by_rank=by_rank,
+        analyzer=analyzer, steps=pl.concat([none, *by_rank.values()]), by_rank=by_rank,
         step_count=sum(part.height for part in own.values())
         + sum(int(each.count[each.start_ns >= (since_ns or 0)].sum()) for each in folded.values()),
-        first_steps=pl.concat([steps.clear(), *(part.filter(step=0) for part in first)]),
+        first_steps=pl.concat([none, *first]).filter(step=0),
         blocks={rank: _judged_blocks(each, since_ns) for rank, each in folded.items()},
         ranks=pl.concat([_of_judged(ranks, spans), unjudged]).sort("rank", "attempt"),
         gpu_use=counted.of("utilization_ratio"), main_cores=main_cores,
@@ -208,7 +205,8 @@ def gather_inputs(
         traces=traced_window(analyzer.run, limit_bytes=trace_limit_bytes),
         reactions=tuple(reactions(analyzer.files)), output=printed_output(analyzer.files),
         layout=find_layout(analyzer.files),
-        marked_by=None if is_trained else step_frame.untrained_boundary(steps), untrained=untrained,
+        marked_by=None if is_trained else step_frame.untrained_boundary(analyzer.steps()),
+        untrained=untrained,
     )  # fmt: skip
 
 

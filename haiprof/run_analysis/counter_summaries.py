@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from haiprof.base.intervals import Floats
+from haiprof.base.intervals import Floats, Ints
 from haiprof.run_analysis.counters import (
     ALWAYS,
     OwnerSeries,
     SeriesReader,
     SourceSamples,
     read_sources,
-    samples_frame,
     sort_series,
 )
 from haiprof.run_analysis.run_files import RunFiles
@@ -201,40 +200,54 @@ def average_counters(
     files: RunFiles, windows: pl.DataFrame, node_windows: pl.DataFrame
 ) -> CounterAverages:
     """Counters of a run while its judged steps ran: `rank` or `host`, `begin`, `end` of windows."""
-    # Files are read one by one, so that memory holds the samples of one node at a time.
+    # Files are read one by one, so that memory holds the samples of one source at a time.
+    of_rank, of_host = ({key: (begin, end) for key, begin, end in each.rows()}
+                        for each in (windows, node_windows))  # fmt: skip
     averages: dict[str, dict[int, float]] = defaultdict(dict)
-    points = [pl.DataFrame(schema=POINT_SCHEMA)]
-    nodes: dict[str, Means] = {}
-    value, time_ns, begin, end = map(pl.col, ("value", "time_ns", "begin", "end"))
-    inside = time_ns.is_between(begin, end) & value.is_not_null()
-    share = pl.col("metric").is_in(_SHARES)
-    part = (time_ns - begin) // ((end - begin) // POINT_COUNT).clip(lower_bound=1)
-    by_host = groupby(read_sources(files, _WANTED, coarse=True), key=lambda found: found.host)
-    for host, sources in by_host:
-        found = pl.concat([samples_frame(each, ALWAYS) for each in sources])
-        of_rank = pl.col("source").is_in(list(_OF_RANKS))
-        own = found.filter(of_rank).join(windows, on="rank").filter(inside)
-        for name, rank, average in own.group_by("metric", "rank").agg(
-            pl.when(share.first()).then(value.mean()).otherwise(value.median())
-        ).rows():  # fmt: skip
-            averages[name][rank] = average
-        memory = own.filter(pl.col("metric").is_in(_SERIES)).with_columns(part=part)
-        if memory.height:  # at most POINT_COUNT of each rank, by medians
-            medians = memory.group_by("metric", "rank", "part").agg(
-                time_ns.median(), value.median()
-            )
-            points.append(medians.select(pl.col(n).cast(t) for n, t in POINT_SCHEMA.items()))
-        shared = found.filter(~of_rank).join(node_windows, on="host").filter(inside)
-        means: dict[str | None, dict[str, float | None]] = defaultdict(dict)
-        for entity, name, mean in shared.group_by("entity", "metric").agg(value.mean()).sort(
-            "entity", "metric", nulls_last=False
-        ).rows():  # fmt: skip
-            means[entity][name] = mean
-        nodes[host] = dict(means)
+    nodes: dict[str, dict[str | None, dict[str, float | None]]] = {}
+    points = [(0, _SERIES[0], np.zeros(0, dtype=np.int64), np.zeros(0))]
+    for found in read_sources(files, _WANTED, coarse=True):
+        of_node, is_of_ranks = nodes.setdefault(found.host, {}), found.source in _OF_RANKS
+        for metric in found.metrics:
+            parts: dict[Any, list[OwnerSeries]] = defaultdict(list)
+            for each in found.series(metric):
+                _, rank, _, entity = each.owner
+                key = rank if is_of_ranks else entity
+                window = of_rank.get(rank) if is_of_ranks else of_host.get(found.host)
+                if window is not None and len((own := each.cut(*window)).values):
+                    parts[key].append(own)
+            for key, series in parts.items():
+                time_ns, values = (np.concatenate([getattr(each, name) for each in series])
+                                   for name in ("time_ns", "values"))  # fmt: skip
+                if not is_of_ranks:
+                    of_node.setdefault(key, {})[metric.name] = float(values.mean())
+                    continue
+                average = np.mean if metric.name in _SHARES else np.median
+                averages[metric.name][key] = float(average(values))
+                if metric.name in _SERIES:
+                    points.append((key, metric.name, *_thin(time_ns, values, *of_rank[key])))
+    ranks, names, times, medians = zip(*points, strict=True)
+    whose = np.repeat(np.arange(len(points)), [len(each) for each in times])
+    thinned = pl.DataFrame({
+        "rank": np.array(ranks)[whose], "metric": pl.Series(names, dtype=_METRIC).gather(whose),
+        "time_ns": np.concatenate(times), "value": np.concatenate(medians),
+    }, schema=POINT_SCHEMA)  # fmt: skip
     return CounterAverages(
         of_ranks={metric: dict(sorted(own.items())) for metric, own in sorted(averages.items())},
-        points=pl.concat(points).sort("metric", "rank", "time_ns"), nodes=nodes,
+        points=thinned.sort("metric", "rank", "time_ns"),
+        nodes={host: {key: means[key] for key in sorted(means, key=lambda key: key or "")}
+               for host, means in nodes.items()},
     )  # fmt: skip
+
+
+def _thin(time_ns: Ints, values: Floats, begin_ns: int, end_ns: int) -> tuple[Ints, Floats]:
+    """At most POINT_COUNT parts of a series, each the medians of its points."""
+    part = (time_ns - begin_ns) // max((end_ns - begin_ns) // POINT_COUNT, 1)
+    first = np.flatnonzero(np.diff(np.sort(part), prepend=-1))
+    both = first + np.append(first[1:], len(part)) - 1  # twice the middle
+    time, value = ((own[both // 2] + own[(both + 1) // 2]) / 2 for each in (time_ns, values)
+                   for own in [each[np.lexsort((each, part))].astype(np.float64)])  # fmt: skip
+    return time.astype(np.int64), value
 
 
 REQUESTS = {"server_read": "read", "server_write": "write", "metadata": "metadata request"}

@@ -259,7 +259,7 @@ class RankRows:
     wall_offset_ns: int  # Unix time minus the clock of the spans
     step_count: int  # of the whole recording, folded ones too
     steps: pl.DataFrame  # of the whole recording, but for folded ones; columns of `step_frame`
-    first: pl.DataFrame  # its first step, also where it was folded
+    first: pl.DataFrame | None  # its first step, where that was folded
     blocks: Blocks  # its folded steps
     pauses: pl.DataFrame  # of the whole recording; columns of `phase_frame`
     loading: tuple[int, ...]  # its row in LOADING_SCHEMA
@@ -285,17 +285,19 @@ def rank_rows(
     # Small numbers are stored small: of a thousand ranks they are much.
     before = np.concatenate([rank.folded.plain_ns, rank.folded.collected_ns])
     times = np.concatenate([before, np.concatenate(rank_positions(rank).sums())], axis=1)
-    kept = times.astype(np.int32) if times.max(initial=0) < np.iinfo(np.int32).max else times
     epoch_count, epoch_ns, loading_ns = loading_row(cut)
-    steps = step_frame(rank, traced_steps(rank, windows), shared=shared)
     return RankRows(
         record_end=rank.record_end, wall_offset_ns=rank.wall_offset_ns, step_count=rank.step_count,
-        steps=steps, first=slow_frame(rank, limit=1) if rank.first_step else steps.head(1),
+        steps=step_frame(rank, traced_steps(rank, windows), shared=shared),
+        first=slow_frame(rank, limit=1) if rank.first_step else None,
         blocks=_blocks(rank), pauses=pause_frame(rank),
         loading=(rank.files.rank, rank.files.attempt, epoch_count, epoch_ns * (epoch_count > 0),
                  loading_ns),
         rank=row,
-        positions={at: kept[at].copy() for at in np.flatnonzero(times.any(axis=1)).tolist()},
+        positions={
+            at: small if (small == ns).all() else ns.copy()
+            for at, ns in enumerate(times) if ns.any() for small in [ns.astype(np.uint32)]
+        },
     )  # fmt: skip
 
 

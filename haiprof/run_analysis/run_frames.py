@@ -159,6 +159,12 @@ class RunFrames:
         """
         return self._frame(STEP_SCHEMA, (rows.steps for rows in self._rows.values()), "step_ns")
 
+    def steps_by_rank(self) -> dict[int, pl.DataFrame]:
+        """The rows of `steps()` of the last attempt that has any of each rank: no copies."""
+        judged = {key: self._within(self._rows[key].steps, "step_ns")
+                  for key in sorted(self._judged_attempts.items())}  # fmt: skip
+        return {rank: steps for (rank, _), steps in judged.items() if steps.height}
+
     def slow_steps(self) -> pl.DataFrame:
         """Folded steps that are kept whole: the first of each rank, and slow ones; as `steps`."""
         folded = {key for key, rows in self._rows.items() if len(rows.blocks.count)}
@@ -176,7 +182,8 @@ class RunFrames:
 
     def first_step(self, rank: int, attempt: int) -> pl.DataFrame:
         """The first step of an attempt, also where it was folded; empty outside of the time."""
-        return self._within(self._rows[rank, attempt].first, "step_ns")
+        rows = self._rows[rank, attempt]
+        return self._within(rows.steps.head(1) if rows.first is None else rows.first, "step_ns")
 
     def most_steps(self) -> int:
         """Steps of the rank that has most, in all its attempts; 0 without steps."""

@@ -151,8 +151,9 @@ def _innermost(found: Segmentation, time_ns: Ints) -> Ints:
     counts = (found.phase < len(PHASES)) | np.isin(found.phase, (EVAL_PHASE, EVAL_LOADER_PHASE))
     end = np.append(np.where(counts, spans.end_ns, np.iinfo(np.int64).min), np.iinfo(np.int64).max)
     row = np.searchsorted(spans.start_ns, time_ns, side="right") - 1
-    while (over := end[row] <= time_ns).any():
-        row = np.where(over, parent[row], row)
+    over = np.arange(len(row))
+    while len(over := over[end[row[over]] <= time_ns[over]]):
+        row[over] = parent[row[over]]
     return row
 
 
@@ -184,8 +185,10 @@ def _around_closures(found: Segmentation, row: Ints, major: Ints) -> tuple[Bools
 
 def place_in(start: Ints, end: Ints, time_ns: Ints) -> Ints:
     """Which of some intervals, sorted and apart, holds each moment; -1: none."""
+    if not len(start):
+        return np.full(len(time_ns), -1)
     place = np.searchsorted(start, time_ns, side="right") - 1
-    return np.where((place >= 0) & (time_ns < np.append(end, 0)[place]), place, -1)
+    return np.where((place >= 0) & (time_ns < end[place]), place, -1)
 
 
 def is_inside(start: Ints, end: Ints, time_ns: Ints) -> Bools:
