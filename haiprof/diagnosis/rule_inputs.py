@@ -178,14 +178,13 @@ def gather_inputs(
     counted = counter_summaries.average_counters(ours_alone, spans.drop("attempt"), windows)
     main_cores = counted.of("cpu_main_cores")
     node_cpus = {h: _node_cpu(list(counted.nodes.get(h, {}).values())) for h in windows["host"]}
-    first = [analyzer.first_step(rank, attempts[rank]) for rank in parts]
     ranks = analyzer.ranks()
     unjudged = ranks.join(spans, on="rank", how="anti")
     return RuleInputs(
         analyzer=analyzer, steps=pl.concat([none, *by_rank.values()]), by_rank=by_rank,
         step_count=sum(part.height for part in own.values())
         + sum(int(each.count[each.start_ns >= (since_ns or 0)].sum()) for each in folded.values()),
-        first_steps=pl.concat([none, *first]).filter(step=0),
+        first_steps=analyzer.first_steps(attempts),
         blocks={rank: _judged_blocks(each, since_ns) for rank, each in folded.items()},
         ranks=pl.concat([_of_judged(ranks, spans), unjudged]).sort("rank", "attempt"),
         gpu_use=counted.of("utilization_ratio"), main_cores=main_cores,

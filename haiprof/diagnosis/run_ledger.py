@@ -119,31 +119,14 @@ def run_ledger(
     # Of `facts` the settings with a price have an account; samples of the ranks in `also` are read
     # beside those that are read anyway.
     analyzer = inputs.analyzer
-    steps = {r: analyzer.cells(r).of_steps(_judged_numbers(inputs, r)) for r in inputs.by_rank}
-    if not steps:
+    if not inputs.by_rank:
         return None
-    groups = analyzer.arrivals()
-    # A group is known in parts alone where it spans hosts whose clocks are not known to each other.
-    is_whole = len({(group.group, group.group_name) for group in groups}) == len(groups)
-    peers, tails = None, dict[int, float | None]()
-    if groups:
-        peers = job_time.peer_waits(
-            groups if is_whole else [], analyzer.step_starts(steps),
-            lambda rank: analyzer.step_positions(rank)[:2],
-        )  # fmt: skip
-        tails = {} if peers.ns else {rank: analyzer.backward_tail(rank) for rank in steps}
-    known = {rank: share for rank, share in tails.items() if share is not None}
-    saves = find_saves(analyzer, steps, inputs.hosts)
-    time = job_time.job_time(
-        steps, analyzer.position_times, analyzer.used_positions(), peers,
-        known if len(known) == len(steps) else None, _device_use(inputs),
-        saves.steps if saves else None,
-    )  # fmt: skip
+    time, saves = _side_by_side(inputs)
     apart = max(len(time.ranks) // (SAMPLED_RANKS - 1), 1)
     chosen = {time.slowest, *time.ranks[::apart], *set(also).intersection(time.ranks)}
     chosen |= set(sorted(saves.own)[:1]) if saves else set()
     samples = analyzer.code_samples(chosen)
-    parts = [_rank_samples(inputs, rank, steps[rank], time, saves) for rank in sorted(chosen)]
+    parts = [_rank_samples(inputs, rank, time, saves) for rank in sorted(chosen)]
     table = ledger.time_table(samples, parts, uses_gpu=inputs.uses_gpu)
     # A rank that was killed before it wrote its samples is as those that were sampled.
     sampled = np.isin(table.rank, table.rank[table.count > 0])
@@ -210,6 +193,30 @@ def run_ledger(
     )  # fmt: skip
 
 
+def _side_by_side(inputs: RuleInputs) -> tuple[JobTime, Saves | None]:
+    """The judged steps of all ranks, and what was saved beside them."""
+    analyzer = inputs.analyzer
+    steps = {rank: _judged_cells(inputs, rank) for rank in inputs.by_rank}
+    groups = analyzer.arrivals()
+    # A group is known in parts alone where it spans hosts whose clocks are not known to each other.
+    is_whole = len({(group.group, group.group_name) for group in groups}) == len(groups)
+    peers, tails = None, dict[int, float | None]()
+    if groups:
+        peers = job_time.peer_waits(
+            groups if is_whole else [], analyzer.step_starts(steps),
+            lambda rank: analyzer.step_positions(rank)[:2],
+        )  # fmt: skip
+        tails = {} if peers.ns else {rank: analyzer.backward_tail(rank) for rank in steps}
+    known = {rank: share for rank, share in tails.items() if share is not None}
+    saves = find_saves(analyzer, steps, inputs.hosts)
+    time = job_time.job_time(
+        steps, analyzer.position_times, analyzer.used_positions(), peers,
+        known if len(known) == len(steps) else None, _device_use(inputs),
+        saves.steps if saves else None,
+    )  # fmt: skip
+    return time, saves
+
+
 def _workers_share(inputs: RuleInputs, rank: int) -> float:
     """Of the CPU that was used on a rank's node beside the ranks' own, what their workers used."""
     host = inputs.hosts.get(rank)
@@ -217,6 +224,10 @@ def _workers_share(inputs: RuleInputs, rank: int) -> float:
     own = sum(inputs.worker_cores(r) or 0.0 for r in loads if inputs.hosts.get(r) == host)
     others = used_by_others(inputs, host)
     return own / (own + others) if own and others is not None else 0.0
+
+
+def _judged_cells(inputs: RuleInputs, rank: int) -> Cells:
+    return inputs.analyzer.cells(rank).of_steps(_judged_numbers(inputs, rank))
 
 
 def _judged_numbers(inputs: RuleInputs, rank: int) -> Ints:
@@ -271,7 +282,7 @@ def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:
         return None
     found = {}
     for rank, own in inputs.by_rank.items():
-        bound = own["idle_device_ns"].cast(pl.Float64).fill_null(np.nan).to_numpy()
+        bound = own["idle_device_ns"].to_numpy().astype(np.float64)  # null: NaN
         if rank in inputs.blocks:
             bound = np.append(inputs.blocks[rank].idle_ns, bound)
         found[rank] = DeviceUse(step=_judged_numbers(inputs, rank), bound_ns=bound,
@@ -489,10 +500,9 @@ def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
     return float(np.median(alike)) < thresholds.SAME_WORK_CORRELATION
 
 
-def _rank_samples(
-    inputs: RuleInputs, rank: int, own: Cells, time: JobTime, saves: Saves | None
-) -> RankSamples:
+def _rank_samples(inputs: RuleInputs, rank: int, time: JobTime, saves: Saves | None) -> RankSamples:
     analyzer, row, part = inputs.analyzer, time.ranks.index(rank), time.count[time.covered]
+    own = _judged_cells(inputs, rank)
     whole = (time.period_ns[row, time.covered] * part).sum()
     waits = time.waits_ns.items() if time.waits_for_all else ()
     positions, offset, busy = analyzer.step_positions(rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -219,11 +220,12 @@ def average_counters(
             for key, series in parts.items():
                 time_ns, values = (np.concatenate([getattr(each, name) for each in series])
                                    for name in ("time_ns", "values"))  # fmt: skip
+                is_mean = not is_of_ranks or metric.name in _SHARES
+                average = fmean(values.tolist()) if is_mean else float(np.median(values))
                 if not is_of_ranks:
-                    of_node.setdefault(key, {})[metric.name] = float(values.mean())
+                    of_node.setdefault(key, {})[metric.name] = average
                     continue
-                average = np.mean if metric.name in _SHARES else np.median
-                averages[metric.name][key] = float(average(values))
+                averages[metric.name][key] = average
                 if metric.name in _SERIES:
                     points.append((key, metric.name, *_thin(time_ns, values, *of_rank[key])))
     ranks, names, times, medians = zip(*points, strict=True)

@@ -180,10 +180,12 @@ class RunFrames:
         first, last = self.between or counters.ALWAYS
         return rows.blocks.take((rows.blocks.start_ns >= first) & (rows.blocks.end_ns <= last))
 
-    def first_step(self, rank: int, attempt: int) -> pl.DataFrame:
-        """The first step of an attempt, also where it was folded; empty outside of the time."""
-        rows = self._rows[rank, attempt]
-        return self._within(rows.steps.head(1) if rows.first is None else rows.first, "step_ns")
+    def first_steps(self, attempts: Mapping[int, int]) -> pl.DataFrame:
+        """The first steps of these attempts, by rank, also where they were folded."""
+        found = [self._rows[key] for key in attempts.items()]
+        firsts = [rows.steps if rows.first is None else rows.first for rows in found]
+        rows = [steps.row(0) for steps in firsts if steps.height and not steps["step"][0]]
+        return self._within(pl.DataFrame(rows, schema=STEP_SCHEMA, orient="row"), "step_ns")
 
     def most_steps(self) -> int:
         """Steps of the rank that has most, in all its attempts; 0 without steps."""

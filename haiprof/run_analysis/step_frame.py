@@ -401,6 +401,7 @@ PHASE_COLUMNS: Columns = {
     "self_ns": (pl.Int64, "without the spans inside"),
 }  # fmt: skip
 PHASE_SCHEMA = types_of(PHASE_COLUMNS)
+_NO_SPANS = pl.DataFrame(schema=PHASE_SCHEMA)
 _OPTIMIZER_KINDS = (schema.OPTIMIZER, schema.SCALER)
 _NAME_COUNT = schema.TAG_MASK + 1
 
@@ -426,7 +427,7 @@ def pause_frame(rank: RankSegments) -> pl.DataFrame:
     events, found = rank.events, rank.found
     saves, of_save = rank.folded.saves()
     if not len(events.kind) and not len(of_save):
-        return pl.DataFrame(schema=PHASE_SCHEMA)
+        return _NO_SPANS
     place = place_in(found.steps.start_ns, found.steps.end_ns, events.start_ns)
     evaluated = is_inside(*found.evaluations, events.start_ns)
     place = np.where((place < 0) | evaluated, -1, place + rank.first_step)
