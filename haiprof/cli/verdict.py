@@ -143,16 +143,14 @@ def verdict(
         analyzer = _open_run_or_job(target)
         if pool is not None:
             analyzer = shared.open_target(analyzer.run.root, pool=pool)
-        if not save:  # the launcher's own: its job is not over
+        if not save and analyzer.files.about.scheduler_may_know:  # a launcher's job is not over
             _ask_schedulers(analyzer.run)
     from haiprof.diagnosis.engine import diagnose
     from haiprof.diagnosis.verdict import as_document, save_document
-    from haiprof.live.external_sampling import read_samples
     from haiprof.show.card import save_card_svg, save_verdict, verdict_card, verdict_markdown
     from haiprof.show.figures.style import write_text
     from haiprof.show.run_header import lead_with_a_stall, manifest_or_none, run_header
     from haiprof.show.views import deaths
-    from haiprof.show.views.requests import sampled_run_view
 
     if advice:
         _show_advice(analyzer, output)
@@ -182,9 +180,15 @@ def verdict(
 
         names = write_diagnosis_folder(folder, analyzer, found, document=content, since_ns=since)
         output.hint(f"wrote {folder}: {', '.join(names)}")
+    seen = []
+    if analyzer.run.external_samples_json.exists():  # else none of what looks at jobs is loaded
+        from haiprof.live.external_sampling import read_samples
+        from haiprof.show.views.requests import sampled_run_view
+
+        seen = read_samples(analyzer.run)
     if to_stdout:
         sys.stdout.write(report)
-    elif seen := read_samples(analyzer.run):
+    elif seen:
         output.show(lambda _: sampled_run_view(seen, header, analyzer), content,
                     lambda: verdict_markdown(found, header.name))  # fmt: skip
         output.hint(f"next: haiprof verdict overview {shlex.quote(found.run)}")

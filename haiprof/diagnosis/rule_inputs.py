@@ -112,7 +112,8 @@ class RuleInputs:
     @property
     def hosts(self) -> dict[int, str]:
         """The last host of each rank, where it is known."""
-        return dict(self.ranks.select("rank", "host").drop_nulls().rows())
+        known = zip(self.ranks["rank"].to_list(), self.ranks["host"].to_list(), strict=True)
+        return {rank: host for rank, host in known if host is not None}
 
     def load_samples(self, rank: int) -> CodeSamples:
         """Sampled stacks of a rank while its judged steps ran."""
@@ -141,7 +142,7 @@ class RuleInputs:
     @property
     def uses_gpu(self) -> bool:
         """Whether a rank has a GPU: what is advised must not speak of hardware that is not used."""
-        return bool(self.gpu_use) or self.ranks["device"].is_in(["cuda"]).any()
+        return bool(self.gpu_use) or "cuda" in self.ranks["device"].to_list()
 
 
 Rule = Callable[[RuleInputs], Finding | str | None]

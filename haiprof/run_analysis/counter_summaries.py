@@ -25,7 +25,7 @@ from haiprof.run_analysis.run_files import RunFiles
 
 def training_spans(parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """From the first step's begin to the last one's end in Unix time; of each that had steps."""
-    rows = [(*s.select("rank", "attempt").row(0), s["start_ns"].min(),
+    rows = [(s["rank"][0], s["attempt"][0], s["start_ns"].min(),
              (s["start_ns"] + s["step_ns"]).max()) for s in parts if s.height]  # fmt: skip
     columns = dict.fromkeys(("rank", "attempt", "begin", "end"), pl.Int64)
     return pl.DataFrame(rows, schema=columns, orient="row")

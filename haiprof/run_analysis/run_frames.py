@@ -140,6 +140,7 @@ class RunFrames:
         self.path = Path(path)
         self.between, self.pool = between, pool
         self._phases: pl.DataFrame | None = None
+        self._samples: tuple[set[Key], CodeSamples] | None = None
 
     def last(self, seconds: float) -> RunFrames:
         """The last seconds of what was recorded, up to the end of the last whole step."""
@@ -323,16 +324,19 @@ class RunFrames:
         Of the attempt that is judged, the last that has steps; a note counts the others.
         """
         keys = self._keys(ranks)
+        if self._samples is not None and self._samples[0] == keys:
+            return self._samples[1]
         judged = {key for key in keys if self._judged_attempts[key[0]] == key[1]}
         samples = load_code_samples(self._segments_of(judged))
         if count := len(keys) - len(judged):
             others = "1 other is" if count == 1 else f"{count} others are"
             note = f"only the last attempt of each rank is looked at: {others} left out"
             samples = replace(samples, notes=(*samples.notes, note))
-        if self.between is None:
-            return samples
-        first, last = self.between
-        return samples.take((samples.time_ns >= first) & (samples.time_ns <= last))
+        if self.between is not None:
+            first, last = self.between
+            samples = samples.take((samples.time_ns >= first) & (samples.time_ns <= last))
+        self._samples = None if ranks is None else (keys, samples)  # few, and often asked for again
+        return samples
 
     def _rows_at(self, rank: int, attempt: int | None) -> RankRows:
         return self._rows[rank, self._judged_attempts[rank] if attempt is None else attempt]
@@ -394,9 +398,8 @@ class RunFrames:
     def exchanges(self, rank: int) -> tuple[float, float] | None:
         """`collectives.tail_ratio` of a rank."""
         segments = self._judged_segments(rank)
-        own = (pl.col("rank") == rank) & (pl.col("attempt") == segments.files.attempt)
-        known = self.collectives().filter(own & ~pl.col("p2p")).drop_nulls("created_ns")
-        return tail_ratio(segments, known["created_ns"].sort().to_numpy())
+        known = self._began.get((rank, segments.files.attempt))
+        return None if known is None else tail_ratio(segments, known["created_ns"].to_numpy())
 
     def phase_spans(self, rank: int, phase: str) -> tuple[Ints, Intervals]:
         """Outermost spans of a phase in Unix time, with tags of their modules or optimizers."""
@@ -509,6 +512,12 @@ class RunFrames:
         if self.between is not None:
             frame = frame.filter(frame["created_ns"].is_between(*self.between))
         return frame, notes
+
+    @cached_property
+    def _began(self) -> dict[tuple[object, ...], pl.DataFrame]:
+        """By rank and attempt: when it began its collectives, in order."""
+        known = self.collectives().filter(~pl.col("p2p")).drop_nulls("created_ns")
+        return known.sort("created_ns").partition_by("rank", "attempt", as_dict=True)
 
     @cached_property
     def _evidence(self) -> Evidence:
