@@ -440,7 +440,7 @@ def _of_stretches(values: Ints, own: Cells, step: Ints, count: Ints) -> Ints:
 def job_time(
     steps: Mapping[int, Cells], load: Callable[[int], tuple[Ints, Ints]], used: Sequence[int],
     peers: PeerWaits | None, tails: Mapping[int, float] | None = None,
-    device: Mapping[int, DeviceUse] | None = None, beside: Mapping[int, Ints] | None = None,
+    device: Callable[[int], DeviceUse] | None = None, beside: Mapping[int, Ints] | None = None,
 ) -> JobTime:  # fmt: skip
     """Puts the judged steps of ranks side by side; of at least one rank.
 
@@ -464,6 +464,7 @@ def job_time(
     saved = np.full(shape, FREE, dtype=np.int8)
     collected, period, idle = (np.zeros(shape, dtype=np.float32) for _ in range(3))
     totals = np.zeros((len(ranks), _COLLECTED + 1, _COUNT))
+    is_known, is_bound = device is not None, False
     for row, rank in enumerate(ranks):
         own = steps[rank]
         at = (own.step[: len(common)], own.count[: len(common)]) if alone else (common, count)
@@ -473,13 +474,16 @@ def job_time(
             saved[row] = _of_stretches(beside[rank], own, *at)
         kind = ledger.period_kinds(means, saved[row] == BESIDE)
         cells[:, row], kinds[:, row] = means, kind
-        collected[row] = pauses.sum(axis=0) / count
+        if pauses.any():  # memory that is not written takes no room
+            collected[row] = pauses.sum(axis=0) / count
         period[row] = (plain + pauses).sum(axis=0) / count
         for of_kind in (ledger.USUAL, ledger.LONG, ledger.BESIDE_SAVE):
             totals[row, of_kind, used] = np.where(kind == of_kind, plain, 0).sum(axis=1)
         totals[row, _COLLECTED, used] = pauses.sum(axis=1)
         if device is not None:
-            idle[row] = device[rank].idle_ns(at[0], period[row])
+            use = device(rank)
+            idle[row] = use.idle_ns(at[0], period[row])
+            is_known, is_bound = is_known and use.is_known, is_bound or use.busy_ratio is None
     means = average(period, count)
     alike = len(ranks) > 1 and float(np.ptp(means)) < _ALIKE_RATIO * float(means.max())
     in_step = len(ranks) > 1 and float(means.max()) < _UNLIKE_RATIO * float(means.min())
@@ -500,8 +504,7 @@ def job_time(
         waits_for_all=in_step and (peers is not None or alike), waits_ns=waits, segment=segment,
         covered=covered, stretch=stretch, slowest=ranks[int(own_means.argmax())],
         idle_ns=None if device is None else idle,
-        is_idle_known=bool(device) and all(each.is_known for each in (device or {}).values()),
-        is_idle_bound=any(each.busy_ratio is None for each in (device or {}).values()),
+        is_idle_known=is_known, is_idle_bound=is_bound,
     )  # fmt: skip
 
 

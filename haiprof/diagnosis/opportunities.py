@@ -104,40 +104,35 @@ class Opportunity:
     """When it is paid, where more is known of that than its time in each step."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """Rows of the table, in parts by stack."""
+
+    parts: list[Ints] = field(default_factory=lambda: [np.zeros(0, dtype=np.int64)])
+
+    @property
+    def rows(self) -> Ints:
+        """All of them."""
+        return np.concatenate(self.parts)
+
+
 @dataclass(slots=True)
-class _Function:
-    """A function as it was called from one line of its caller."""
+class _Function(_Held):
+    """A function as it was called from one line of its caller, with all rows in it and below."""
 
     key: int
     outer: _Line | None
     lines: dict[tuple[int, int], _Line] = field(default_factory=dict)  # By line and statement
-    parts: list[Ints] = field(default_factory=list)  # Rows in it and below, by stack
-
-    @property
-    def rows(self) -> Ints:
-        """All of these."""
-        return _join(self.parts)
 
 
 @dataclass(slots=True)
-class _Line:
-    """One line of such a function."""
+class _Line(_Held):
+    """One line of such a function, with the rows whose innermost line of the job it is."""
 
     frame: int
     stack: int  # That ends in it, as it was met first
     function: _Function
-    parts: list[Ints] = field(default_factory=list)  # As its innermost line of the job, by stack
     calls: dict[int, _Function] = field(default_factory=dict)
-
-    @property
-    def own(self) -> Ints:
-        """Rows whose innermost line of the job it is."""
-        return _join(self.parts)
-
-
-def _join(parts: Sequence[Ints]) -> Ints:
-    """Rows in the order of their parts."""
-    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 def mark_needed(table: ledger.TimeTable) -> ledger.TimeTable:
@@ -508,7 +503,7 @@ def _of_code(table: ledger.TimeTable, free: Bools) -> Iterator[Opportunity]:
         key = (line.function.key, at, int(_BESIDE_MODEL[_main_position(table, rows)]))
         merged.setdefault(key, ([], line))[0].append(rows)
     for parts, line in merged.values():
-        yield opportunity(table, _join(parts), code_place(table.tree, line.stack))
+        yield opportunity(table, np.concatenate(parts), code_place(table.tree, line.stack))
 
 
 def _holds(table: ledger.TimeTable, functions: re.Pattern[str]) -> Bools:
@@ -601,14 +596,15 @@ class _Walk:
         for line in function.lines.values():
             # A line of a loop that holds several positions is one opportunity beside the model,
             # wherever a step with several passes runs it, and one in each of the others.
-            own = line.own[self.free[line.own]]
+            own = line.rows
+            own = own[self.free[own]]
             for call in line.calls.values():
                 found = list(self.nodes(call))
                 if len(found) == 1:  # entering and leaving a function goes with it
                     at = tree.place[self.table.stack[own]]
                     calling = [frame for frame in np.unique(at) if self._is_call(frame, call)]
                     edges = np.isin(at, calling)
-                    found = [(_join([found[0][0], own[edges]]), found[0][1])]
+                    found = [(np.append(found[0][0], own[edges]), found[0][1])]
                     own = own[~edges]
                 outer = tree.place[tree.parent[next(iter(call.lines.values())).stack]]
                 is_trainers = outer >= 0 and tree.library[outer]
@@ -622,7 +618,7 @@ class _Walk:
         yield from others
         if evaluated:
             named = max(evaluated, key=lambda node: self._time(node[0]))[1]
-            yield _join([rows for rows, _ in evaluated]), named
+            yield np.concatenate([rows for rows, _ in evaluated]), named
 
     def _is_call(self, frame: int, function: _Function) -> bool:
         """Whether a frame is of the expression that calls a function, where nothing else runs."""
@@ -673,7 +669,7 @@ class _Walk:
         return None if is_trained else function.outer
 
     def _weight(self, line: _Line) -> float:
-        return self._time(line.own) + self._of_calls([*line.calls.values()])
+        return self._time(line.rows) + self._of_calls([*line.calls.values()])
 
     def _time(self, rows: Ints) -> float:
         return float(self.table.ns[rows[self.free[rows]]].sum())

@@ -172,9 +172,7 @@ def gather_inputs(
     pauses = analyzer.pauses().join(spans, on=["rank", "attempt"])  # that began while steps ran
     inside = pl.col("start_ns").is_between(pl.col("begin"), pl.col("end"))
     # Counters of other attempts are another job's.
-    ours = tuple(
-        r for r in analyzer.files.ranks if r.rank in by_rank and r.attempt == attempts[r.rank]
-    )
+    ours = tuple(files for rank, files in analyzer.judged_files().items() if rank in by_rank)
     ours_alone = replace(analyzer.files, ranks=ours)
     counted = counter_summaries.average_counters(ours_alone, spans.drop("attempt"), windows)
     main_cores = counted.of("cpu_main_cores")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -211,8 +212,8 @@ def _side_by_side(inputs: RuleInputs) -> tuple[JobTime, Saves | None]:
     saves = find_saves(analyzer, steps, inputs.hosts)
     time = job_time.job_time(
         steps, analyzer.position_times, analyzer.used_positions(), peers,
-        known if len(known) == len(steps) else None, _device_use(inputs),
-        saves.steps if saves else None,
+        known if len(known) == len(steps) else None,
+        partial(_device_use, inputs) if inputs.uses_gpu else None, saves.steps if saves else None,
     )  # fmt: skip
     return time, saves
 
@@ -276,18 +277,13 @@ def _find_pause_samples(
     return opportunities.Collecting(*np.concatenate(found, axis=1))
 
 
-def _device_use(inputs: RuleInputs) -> dict[int, DeviceUse] | None:
-    """By rank, what events on its stream and its GPU's counter say; None without GPUs."""
-    if not inputs.uses_gpu:
-        return None
-    found = {}
-    for rank, own in inputs.by_rank.items():
-        bound = own["idle_device_ns"].to_numpy().astype(np.float64)  # null: NaN
-        if rank in inputs.blocks:
-            bound = np.append(inputs.blocks[rank].idle_ns, bound)
-        found[rank] = DeviceUse(step=_judged_numbers(inputs, rank), bound_ns=bound,
-                                busy_ratio=inputs.gpu_use.get(rank))  # fmt: skip
-    return found
+def _device_use(inputs: RuleInputs, rank: int) -> DeviceUse:
+    """What events on a rank's stream and its GPU's counter say."""
+    bound = inputs.by_rank[rank]["idle_device_ns"].to_numpy().astype(np.float64)  # null: NaN
+    if rank in inputs.blocks:
+        bound = np.append(inputs.blocks[rank].idle_ns, bound)
+    step, busy = _judged_numbers(inputs, rank), inputs.gpu_use.get(rank)
+    return DeviceUse(step=step, bound_ns=bound, busy_ratio=busy)
 
 
 def plain_ledger(analyzer: RunFrames, also: Collection[int] = ()) -> RunLedger | None:

@@ -132,10 +132,8 @@ def _processes(analyzer: RunFrames) -> Iterable[tuple[str, str]]:
 
 def traced_lines(analyzer: RunFrames, *, since_ns: int | None = None) -> tuple[str, ...]:
     """What was traced, in a line each: which steps, where the files are, why the rest was not."""
-    run, windows, steps = analyzer.run, analyzer.windows(), analyzer.steps
-    if since_ns is not None:  # a window that was not recorded has no time
-        since = pl.col("start_ns") >= since_ns
-        windows, steps = windows.filter(since), lambda: analyzer.steps().filter(since)
+    since = pl.lit(value=True) if since_ns is None else pl.col("start_ns") >= since_ns
+    run, windows = analyzer.run, analyzer.windows().filter(since)  # some have no time
     watched = tuple(_slow_step_lines(watched_frame(analyzer.files)))
     kept, path = windows.filter(pl.col("path").is_not_null()), shown_path(run.root)
     lines = list(_stored_windows(kept, run))
@@ -145,7 +143,7 @@ def traced_lines(analyzer: RunFrames, *, since_ns: int | None = None) -> tuple[s
         lines[_LINE_LIMIT - 1 :] = [f"and {more} more: haiprof trace query {path} --schema"]
     if kept.height:
         see = f"see them: haiprof trace report {path}, haiprof export --to tensorboard {path}"
-        lines += [_left_out(steps(), kept), see]
+        lines += [_left_out(analyzer.steps().filter(since), kept), see]
     return (*watched, *filter(None, lines))
 
 
@@ -359,15 +357,9 @@ def attempt_notes(analyzer: RunFrames) -> Iterator[str]:
     """What is said where a rank had several processes: restarts, or jobs side by side."""
     if not (analyzer.ranks()["attempt"] > 0).any():
         return
-    begin, end = pl.col("begin"), pl.col("end")
-    spans = (
-        analyzer.steps()
-        .group_by("rank", "attempt")
-        .agg(
-            pl.len(),
-            begin=pl.col("start_ns").min(),
-            end=(pl.col("start_ns") + pl.col("step_ns")).max(),
-        )
+    begin, end, steps = pl.col("begin"), pl.col("end"), analyzer.steps()
+    spans = steps.group_by("rank", "attempt").agg(
+        pl.len(), begin=pl.col("start_ns").min(), end=(pl.col("start_ns") + pl.col("step_ns")).max()
     )
     shorter = pl.max_horizontal(pl.min_horizontal(end - begin, (end - begin).shift(-1)), 1)
     common = pl.min_horizontal(end, end.shift(-1)) - begin.shift(-1)

@@ -421,14 +421,11 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
                 {"time_ns": time_ns, "stack": stack, "phase": of_others, "weight_ns": cpu_ns}
             )
             for part in parts:
-                unknown = np.full(len(part["stack"]), -1)
-                worker = -1 if process.worker is None else process.worker
-                own = dict.fromkeys(_COLUMNS, unknown) | part | {
-                    "rank": np.full_like(unknown, rank.files.rank),
-                    "worker": np.full_like(unknown, worker),
-                    "time_ns": part["time_ns"] + rank.wall_offset_ns,
-                }  # fmt: skip
-                rows.append({name: own[name].astype(kind) for name, kind in _COLUMNS.items()})
+                own: dict[str, Any] = part | {"time_ns": part["time_ns"] + rank.wall_offset_ns}
+                own |= {"rank": rank.files.rank}
+                own |= {} if process.worker is None else {"worker": process.worker}
+                rows.append({name: np.broadcast_to(own.get(name, -1), len(own["stack"])).astype(of)
+                             for name, of in _COLUMNS.items()})  # fmt: skip
     joined = {name: np.concatenate([part.pop(name) for part in rows]) for name in _COLUMNS}
     joined |= {name: joined[name] > 0 for name in _OF_FOLDED[1:]}
     # Of workers, loading is what happens below the loader's own fetch.

@@ -162,9 +162,9 @@ class RunFrames:
 
     def steps_by_rank(self) -> dict[int, pl.DataFrame]:
         """The rows of `steps()` of the last attempt that has any of each rank: no copies."""
-        judged = {key: self._within(self._rows[key].steps, "step_ns")
-                  for key in sorted(self._judged_attempts.items())}  # fmt: skip
-        return {rank: steps for (rank, _), steps in judged.items() if steps.height}
+        judged = ((key[0], self._within(self._rows[key].steps, "step_ns"))
+                  for key in self._judged_attempts.items())  # fmt: skip
+        return {rank: steps for rank, steps in judged if steps.height}
 
     def slow_steps(self) -> pl.DataFrame:
         """Folded steps that are kept whole: the first of each rank, and slow ones; as `steps`."""
@@ -346,8 +346,8 @@ class RunFrames:
         rows = self._rows_at(rank, attempt)
         whole = np.arange(rows.step_count - rows.steps.height, rows.step_count)
         step = np.append(rows.blocks.first_step, whole)
-        count = np.append(rows.blocks.count, np.ones_like(whole))
-        return Cells(step=step, count=count, column=np.arange(len(count)))
+        count = np.append(rows.blocks.count, np.ones_like(whole)).astype(np.int32)
+        return Cells(step=step, count=count, column=np.arange(len(count), dtype=np.int32))
 
     def position_times(self, rank: int, attempt: int | None = None) -> tuple[Ints, Ints]:
         """[position, cell (step, or block of steps)] in ns: without collections, and in these."""

@@ -274,13 +274,6 @@ STEP_COLUMNS: Columns = {
 STEP_SCHEMA = types_of(STEP_COLUMNS)
 
 
-def last_attempts(frame: pl.DataFrame) -> pl.DataFrame:
-    """Rows of each rank's last attempt; others are of starts that died, or of jobs beside it."""
-    if frame["attempt"].max() in (0, None):
-        return frame  # the same one: a filter copies
-    return frame.filter(pl.col("attempt") == pl.col("attempt").max().over("rank"))
-
-
 def by_attempt(steps: pl.DataFrame) -> Iterator[tuple[tuple[int, int], pl.DataFrame]]:
     """Steps of each rank and attempt, which stand together: slices, which copy nothing."""
     rank, attempt = steps["rank"].to_numpy(), steps["attempt"].to_numpy()

@@ -17,7 +17,6 @@ from haiprof.run_analysis.flame_graph import FlameGraph, FlameSeries, FlameSourc
 from haiprof.run_analysis.ledger import waiting_stacks
 from haiprof.run_analysis.lines import line_frame
 from haiprof.run_analysis.run_frames import RunFrames
-from haiprof.run_analysis.step_frame import last_attempts
 from haiprof.show.frame_table import PageTable
 from haiprof.show.run_header import manifest_or_none
 from haiprof.show.summary import select_judged_steps
@@ -85,7 +84,7 @@ def _flame_source(analyzer: RunFrames, found: RunLedger, *, run: str = "") -> Fl
     manifest = manifest_or_none(analyzer.run)
     return FlameSource(
         run=run, folder=manifest.cwd if manifest else "", samples=found.samples, table=found.table,
-        steps=select_judged_steps(last_attempts(analyzer.steps())),
+        steps=select_judged_steps(pl.concat(analyzer.steps_by_rank().values())),
         lineless=lacks_line(found.table),
     )  # fmt: skip
 
