@@ -184,8 +184,8 @@ class JobTime:
         was idle in that step. `parts` is a, [segment, rank, step] in ns.
         """
         if self.idle_ns is not None:
-            whole = parts.sum(axis=0)
-            parts = parts * (np.minimum(whole, self.idle_ns) / np.maximum(whole, 1e-9))
+            ratio = np.maximum(parts.sum(axis=0), 1e-9)
+            parts = parts * np.minimum(np.divide(self.idle_ns, ratio, out=ratio), 1.0, out=ratio)
         if not self.waits_for_all or len(self.ranks) < 2:
             mean: Floats = parts.sum(axis=0).mean(axis=0, dtype=np.float64)
             return mean
@@ -207,9 +207,10 @@ class JobTime:
         """[segment, rank, step]: the same by segment."""
         share = self._share(table, rows).astype(np.float32)
         found = np.zeros((int(self.segment.max()) + 1, *self.period_ns.shape), dtype=np.float32)
+        part = np.empty_like(self.period_ns)
         for row, position in enumerate(self.used):
             if share[:, :_COLLECTED, position].any():
-                part = self.cell_ns[row] * share[:, ledger.USUAL, position, None]
+                np.multiply(self.cell_ns[row], share[:, ledger.USUAL, position, None], out=part)
                 for kind in (ledger.LONG, ledger.BESIDE_SAVE):  # seldom
                     own, ratio = self.kind[row] == kind, share[:, kind, position, None]
                     np.multiply(self.cell_ns[row], ratio, out=part, where=own)
@@ -326,9 +327,10 @@ class JobTime:
             if position in table.cell[rows]
         )
         others = np.maximum((self.period_ns - self.collected_ns).mean(axis=0) - every, 0.0)
-        return _change_text(
-            self.step, table.take(cells), np.isin(np.flatnonzero(cells), rows), exact, others
-        )
+        own = np.zeros(len(cells), dtype=np.bool_)
+        own[rows] = True
+        sampled = _Sampled(*(getattr(table, name)[cells] for name in _Sampled._fields))
+        return _change_text(self.step, sampled, own[cells], exact, others)
 
     def _makes_spikes(self, table: TimeTable, rows: Ints, *, is_regular: bool) -> bool | None:
         """Whether its positions' long periods are its own; None: they may be the machine's."""
@@ -742,8 +744,17 @@ def _stretch_text(at: Ints, step: Ints, time: str) -> str:
     return f"in {len(at)} of {len(step)} steps, {time}"
 
 
+class _Sampled(NamedTuple):
+    """Of samples of some cells, what tells when they grow."""
+
+    step: Ints
+    ns: Floats
+    count: Floats
+    activity: Ints
+
+
 def _change_text(
-    step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats, others_ns: Floats
+    step: Ints, cells: _Sampled, own: Bools, exact_ns: Floats, others_ns: Floats
 ) -> str:
     """Whether an account changed on the way: `since step 512`, `until step 299`, `growing`.
 
@@ -753,7 +764,7 @@ def _change_text(
     if begun is not None:
         return begun if isinstance(begun, str) else begun.text("since", begun.step)
     ends = int(step[0] + step[-1])  # and the same backwards: what ends has begun then
-    back = replace(cells, step=ends - cells.step)
+    back = cells._replace(step=ends - cells.step)
     ended = _find_growth(ends - step[::-1], back, own, exact_ns[::-1], others_ns[::-1])
     return ended.text("until", ends - ended.step) if isinstance(ended, _Began) else EACH_STEP
 
@@ -769,7 +780,7 @@ class _Began(NamedTuple):
 
 
 def _find_growth(
-    step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats, others_ns: Floats
+    step: Ints, cells: _Sampled, own: Bools, exact_ns: Floats, others_ns: Floats
 ) -> _Began | str | None:
     """The step at which an account became larger; GROWING where it did so little by little."""
     # Where it changed is where the sum of its samples' time is farthest below that of an even one

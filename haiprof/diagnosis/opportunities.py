@@ -233,8 +233,7 @@ def _receiving_frames(tree: CodeTree) -> Bools:
 
 def _is_of_few(table: ledger.TimeTable, rows: Bools) -> bool:
     """Whether ranks do without what others do: what one evaluates is no part of the model."""
-    each = np.unique(table.rank, return_inverse=True)[1]
-    ns = np.bincount(each, np.where(rows, table.ns, 0.0))
+    ns = np.bincount(table.rank, np.where(rows, table.ns, 0.0))[np.bincount(table.rank) > 0]
     return bool(ns.min(initial=np.inf) < _HARDLY * ns.max(initial=0.0))
 
 
@@ -521,8 +520,9 @@ def _grow(table: ledger.TimeTable, numbers: Ints) -> _Function:
     root.lines[-1, 0] = script
     lines: dict[int, _Line] = {0: script}
     order = np.argsort(table.stack, kind="stable")
-    stacks, first = np.unique(table.stack[order], return_index=True)
-    for stack, rows in zip(stacks.tolist(), np.split(order, first[1:]), strict=True):
+    first = np.flatnonzero(np.diff(table.stack[order], prepend=-1))
+    for rows in np.split(order, first[1:]) if len(first) else ():
+        stack = int(table.stack[rows[0]])
         line = _line_of(tree, numbers, lines, stack)
         line.parts.append(rows)
         function: _Function | None = line.function

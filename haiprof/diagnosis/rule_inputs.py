@@ -136,8 +136,10 @@ class RuleInputs:
     @property
     def is_short(self) -> bool:
         """Whether the judged steps took less time than it takes to know anything of the cores."""
-        begin, length = self.steps["start_ns"].to_numpy(), self.steps["step_ns"].to_numpy()
-        return bool(len(begin)) and (begin + length).max() - begin.min() < SHORT_RUN_S * NS_PER_S
+        own = self.by_rank.values()
+        begins = [steps["start_ns"][0] for steps in own]
+        ends = [steps["start_ns"][-1] + steps["step_ns"][-1] for steps in own]
+        return bool(ends) and max(ends) - min(begins) < SHORT_RUN_S * NS_PER_S
 
     @property
     def uses_gpu(self) -> bool:

@@ -397,6 +397,7 @@ def _subtract_found(
             parts[more] = np.minimum(parts[more], parts[middle])
         total += parts
         by_position[:, each.position] += time.average(parts)
+        del parts  # before the next one is made: of a thousand ranks it is large
     # What is needed elsewhere is no work of the ranks that wait for it.
     total += time.series_of(table, np.flatnonzero(table.needed & (table.activity == LINK_WAIT)))
     left = time.own_ns
@@ -625,6 +626,7 @@ class _Accounts:
             if alone
             else (paid.mean(axis=0, dtype=np.float64), mean)
         )
+        del split, parts, paid  # of a thousand ranks they are large
         return Account(
             ranks=self.late.ranks if found.key == "ranks_uneven" and self.late else ranks,
             slowest_rank=slowest if is_uneven else None, position=POSITIONS[found.position],
