@@ -170,7 +170,8 @@ def test_the_phase_that_makes_most_of_slower_steps_is_named(
 
 
 @pytest.mark.parametrize(
-    ("larger", "said"), [(1.4, "; its inputs are 1.40 times as large from then on, on average"), (1.0, "")]
+    ("larger", "said"),
+    [(1.4, "; its inputs are 1.40 times as large from then on, on average"), (1.0, "")],
 )
 def test_slower_steps_of_larger_inputs_say_so(run: Path, larger: float, said: str) -> None:
     for at in range(8):
