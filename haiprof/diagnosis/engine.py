@@ -32,13 +32,7 @@ from haiprof.diagnosis.verdict import SEVERITIES, Cost, Events, Finding, Severit
 from haiprof.diagnosis.verdict import Verdict as Verdict
 from haiprof.run_analysis.code_samples import OTHER_THREADS, TRAINING_PHASES
 from haiprof.run_analysis.deaths import Death
-from haiprof.run_analysis.ledger import (
-    ACTIVITIES,
-    DISPATCH_RATIO,
-    GIL_WAIT,
-    JOB,
-    UNKNOWN,
-)
+from haiprof.run_analysis.ledger import ACTIVITIES, DISPATCH_RATIO, GIL_WAIT, JOB, UNKNOWN
 from haiprof.run_analysis.lines import CodeLine, find_statement, written_in
 from haiprof.run_analysis.printed_lines import printed_notes
 from haiprof.run_analysis.run_files import integer, number

@@ -186,6 +186,7 @@ class JobTime:
         if self.idle_ns is not None:
             ratio = np.maximum(parts.sum(axis=0), 1e-9)
             parts = parts * np.minimum(np.divide(self.idle_ns, ratio, out=ratio), 1.0, out=ratio)
+            del ratio
         if not self.waits_for_all or len(self.ranks) < 2:
             mean: Floats = parts.sum(axis=0).mean(axis=0, dtype=np.float64)
             return mean
@@ -243,7 +244,7 @@ class JobTime:
         if not self._known or self._known[0] is not table:
             kind = np.where(table.activity == ledger.COLLECTION, _COLLECTED, table.kind)
             ranks = np.flatnonzero(np.bincount(table.rank))  # few, of very many rows
-            place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int64)
+            place = np.zeros(int(table.rank.max(initial=0)) + 1, dtype=np.int32)
             place[ranks] = np.arange(len(ranks))
             cell = place[table.rank] * _CELLS + kind * _COUNT + table.cell
             seen_ns = np.where(table.count > 0, table.ns, 0.0)
@@ -329,8 +330,7 @@ class JobTime:
         others = np.maximum((self.period_ns - self.collected_ns).mean(axis=0) - every, 0.0)
         own = np.zeros(len(cells), dtype=np.bool_)
         own[rows] = True
-        sampled = _Sampled(*(getattr(table, name)[cells] for name in _Sampled._fields))
-        return _change_text(self.step, sampled, own[cells], exact, others)
+        return _change_text(self.step, table.take(cells), own[cells], exact, others)
 
     def _makes_spikes(self, table: TimeTable, rows: Ints, *, is_regular: bool) -> bool | None:
         """Whether its positions' long periods are its own; None: they may be the machine's."""
@@ -392,11 +392,9 @@ class DeviceUse:
 
 def average(values: Floats | Singles, count: Ints) -> Floats:
     """The mean of [..., step], each as often as it counts."""
-    if (count == 1).all():
-        mean: Floats = values.mean(axis=-1)
-        return mean
-    weighted: Floats = np.average(values, axis=-1, weights=count)
-    return weighted
+    weight = None if (count == 1).all() else count
+    mean: Floats = values.mean(axis=-1) if weight is None else np.average(values, -1, weight)
+    return mean
 
 
 def _common_cells(cells: Mapping[int, Cells]) -> tuple[Ints, Ints]:
@@ -553,14 +551,11 @@ def find_stragglers(time: JobTime, own_ns: Singles, avoidable_ns: Floats) -> Str
     usual = float(time.average(middle))
     late = np.flatnonzero(means - usual > extra / 2)
     late = late if len(late) <= count / 2 else np.array([place])
-    return Stragglers(
-        ranks=tuple(time.ranks[row] for row in late.tolist()),
-        extra_ns=extra,
-        by_position={
-            time.ranks[row]: _longer(time, row, late, avoidable_ns, float(means[row]) - usual)
-            for row in late.tolist()
-        },
-    )
+    longer = {
+        time.ranks[row]: _longer(time, row, late, avoidable_ns, float(means[row]) - usual)
+        for row in late.tolist()
+    }
+    return Stragglers(ranks=tuple(longer), extra_ns=extra, by_position=longer)
 
 
 def _longer(time: JobTime, place: int, late: Ints, avoidable_ns: Floats, extra_ns: float) -> Floats:
@@ -744,17 +739,8 @@ def _stretch_text(at: Ints, step: Ints, time: str) -> str:
     return f"in {len(at)} of {len(step)} steps, {time}"
 
 
-class _Sampled(NamedTuple):
-    """Of samples of some cells, what tells when they grow."""
-
-    step: Ints
-    ns: Floats
-    count: Floats
-    activity: Ints
-
-
 def _change_text(
-    step: Ints, cells: _Sampled, own: Bools, exact_ns: Floats, others_ns: Floats
+    step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats, others_ns: Floats
 ) -> str:
     """Whether an account changed on the way: `since step 512`, `until step 299`, `growing`.
 
@@ -764,7 +750,7 @@ def _change_text(
     if begun is not None:
         return begun if isinstance(begun, str) else begun.text("since", begun.step)
     ends = int(step[0] + step[-1])  # and the same backwards: what ends has begun then
-    back = cells._replace(step=ends - cells.step)
+    back = replace(cells, step=ends - cells.step)
     ended = _find_growth(ends - step[::-1], back, own, exact_ns[::-1], others_ns[::-1])
     return ended.text("until", ends - ended.step) if isinstance(ended, _Began) else EACH_STEP
 
@@ -780,7 +766,7 @@ class _Began(NamedTuple):
 
 
 def _find_growth(
-    step: Ints, cells: _Sampled, own: Bools, exact_ns: Floats, others_ns: Floats
+    step: Ints, cells: TimeTable, own: Bools, exact_ns: Floats, others_ns: Floats
 ) -> _Began | str | None:
     """The step at which an account became larger; GROWING where it did so little by little."""
     # Where it changed is where the sum of its samples' time is farthest below that of an even one

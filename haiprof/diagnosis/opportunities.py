@@ -76,6 +76,7 @@ _SHARDED = re.compile(
 METRIC_FILE = "/torchmetrics/metric.py"  # Runs each metric, and keeps its state
 _COPIES = "/copy.py"  # Who copies a model calls torch's own code, and works for no forward
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
+_NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,34 +105,25 @@ class Opportunity:
     """When it is paid, where more is known of that than its time in each step."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Held:
-    """Rows of the table, in parts by stack."""
-
-    parts: list[Ints] = field(default_factory=lambda: [np.zeros(0, dtype=np.int64)])
-
-    @property
-    def rows(self) -> Ints:
-        """All of them."""
-        return np.concatenate(self.parts)
-
-
 @dataclass(slots=True)
-class _Function(_Held):
-    """A function as it was called from one line of its caller, with all rows in it and below."""
+class _Function:
+    """A function as it was called from one line of its caller."""
 
     key: int
     outer: _Line | None
     lines: dict[tuple[int, int], _Line] = field(default_factory=dict)  # By line and statement
+    rows: list[Ints] = field(default_factory=lambda: [_NO_ROWS])  # In it and below, by stack
 
 
 @dataclass(slots=True)
-class _Line(_Held):
-    """One line of such a function, with the rows whose innermost line of the job it is."""
+class _Line:
+    """One line of such a function."""
 
     frame: int
     stack: int  # That ends in it, as it was met first
     function: _Function
+    own: list[Ints] = field(default_factory=lambda: [_NO_ROWS])
+    """Rows whose innermost line of the job it is, by stack."""
     calls: dict[int, _Function] = field(default_factory=dict)
 
 
@@ -426,11 +418,9 @@ def opportunity(table: ledger.TimeTable, rows: Ints, at: CodePlace | None) -> Op
     """Some rows, by what most of their time is."""
     ns = table.ns[rows]
     return Opportunity(
-        rows=rows,
-        at=at,
-        position=_main_position(table, rows),
+        rows=rows, at=at, position=_main_position(table, rows),
         activity=int(np.bincount(table.work[rows], ns).argmax()),
-    )
+    )  # fmt: skip
 
 
 def _main_position(table: ledger.TimeTable, rows: Ints) -> int:
@@ -524,10 +514,10 @@ def _grow(table: ledger.TimeTable, numbers: Ints) -> _Function:
     for rows in np.split(order, first[1:]) if len(first) else ():
         stack = int(table.stack[rows[0]])
         line = _line_of(tree, numbers, lines, stack)
-        line.parts.append(rows)
+        line.own.append(rows)
         function: _Function | None = line.function
         while function is not None:
-            function.parts.append(rows)
+            function.rows.append(rows)
             function = function.outer.function if function.outer else None
     return root
 
@@ -581,12 +571,11 @@ class _Walk:
 
     def nodes(self, function: _Function) -> Iterator[tuple[Ints, _Line]]:
         """Rows of each opportunity below a function, with the line that it is named by."""
-        tree, rows = self.table.tree, function.rows
+        tree, rows = self.table.tree, np.concatenate(function.rows)
         if not len(rows) or not self.free[rows].any():
             return
-        ns = self.table.ns[rows]
-        avoidable = float(ns[self.free[rows]].sum())
-        work = float(ns[self.table.needed[rows]].sum())
+        avoidable = self._time([rows])
+        work = float(self.table.ns[rows[self.table.needed[rows]]].sum())
         whole = function.key >= 0 and not self.is_driver(function)
         if whole and avoidable > _PURE * (avoidable + work):
             yield rows[self.free[rows]], self._caller_of_model(function) or self._name(function)
@@ -596,7 +585,7 @@ class _Walk:
         for line in function.lines.values():
             # A line of a loop that holds several positions is one opportunity beside the model,
             # wherever a step with several passes runs it, and one in each of the others.
-            own = line.rows
+            own = np.concatenate(line.own)
             own = own[self.free[own]]
             for call in line.calls.values():
                 found = list(self.nodes(call))
@@ -617,7 +606,7 @@ class _Walk:
                 (evaluated if position == EVALUATION else others).append(node)
         yield from others
         if evaluated:
-            named = max(evaluated, key=lambda node: self._time(node[0]))[1]
+            named = max(evaluated, key=lambda node: self._time(node[:1]))[1]
             yield np.concatenate([rows for rows, _ in evaluated]), named
 
     def _is_call(self, frame: int, function: _Function) -> bool:
@@ -634,7 +623,7 @@ class _Walk:
         """Whether the training loop passes through it: who runs both model and backward."""
         # Of a model so small that it was never sampled, who takes batches and goes on after them.
         if id(function) not in self._drivers:
-            rows = function.rows
+            rows = np.concatenate(function.rows)
             model = np.unique(self.table.position[rows[self.table.needed[rows]]])
             at = np.unique(self.table.position[rows])
             known = len(np.intersect1d(model, (FORWARD, BACKWARD, OPTIMIZER, INPUT))) > 1
@@ -663,13 +652,14 @@ class _Walk:
         """The line that runs the model outside of training (evaluation); None where it is not."""
         if function.key not in self.models:
             return None
-        rows = function.rows
+        rows = np.concatenate(function.rows)
         inside = rows[np.isin(self.table.position[rows], ledger.MODEL_POSITIONS)]
-        is_trained = self._time(inside) > 0.5 * self._time(rows)
+        is_trained = self._time([inside]) > 0.5 * self._time([rows])
         return None if is_trained else function.outer
 
     def _weight(self, line: _Line) -> float:
-        return self._time(line.rows) + self._of_calls([*line.calls.values()])
+        return self._time(line.own) + self._of_calls([*line.calls.values()])
 
-    def _time(self, rows: Ints) -> float:
+    def _time(self, parts: Sequence[Ints]) -> float:
+        rows = np.concatenate(parts)
         return float(self.table.ns[rows[self.free[rows]]].sum())

@@ -40,7 +40,7 @@ from haiprof.run_analysis.ledger import (
     TimeTable,
 )
 from haiprof.run_analysis.run_files import text
-from haiprof.run_analysis.run_frames import Cells, RunFrames
+from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE
 from haiprof.run_analysis.step_positions import COMPILE, GRADIENTS
 
@@ -197,7 +197,7 @@ def run_ledger(
 def _side_by_side(inputs: RuleInputs) -> tuple[JobTime, Saves | None]:
     """The judged steps of all ranks, and what was saved beside them."""
     analyzer = inputs.analyzer
-    steps = {rank: _judged_cells(inputs, rank) for rank in inputs.by_rank}
+    steps = {r: analyzer.cells(r).of_steps(_judged_numbers(inputs, r)) for r in inputs.by_rank}
     groups = analyzer.arrivals()
     # A group is known in parts alone where it spans hosts whose clocks are not known to each other.
     is_whole = len({(group.group, group.group_name) for group in groups}) == len(groups)
@@ -225,10 +225,6 @@ def _workers_share(inputs: RuleInputs, rank: int) -> float:
     own = sum(inputs.worker_cores(r) or 0.0 for r in loads if inputs.hosts.get(r) == host)
     others = used_by_others(inputs, host)
     return own / (own + others) if own and others is not None else 0.0
-
-
-def _judged_cells(inputs: RuleInputs, rank: int) -> Cells:
-    return inputs.analyzer.cells(rank).of_steps(_judged_numbers(inputs, rank))
 
 
 def _judged_numbers(inputs: RuleInputs, rank: int) -> Ints:
@@ -499,7 +495,7 @@ def _inputs_differ(sizes: pl.DataFrame, own_ns: Singles) -> bool:
 
 def _rank_samples(inputs: RuleInputs, rank: int, time: JobTime, saves: Saves | None) -> RankSamples:
     analyzer, row, part = inputs.analyzer, time.ranks.index(rank), time.count[time.covered]
-    own = _judged_cells(inputs, rank)
+    own = analyzer.cells(rank).of_steps(_judged_numbers(inputs, rank))
     whole = (time.period_ns[row, time.covered] * part).sum()
     waits = time.waits_ns.items() if time.waits_for_all else ()
     positions, offset, busy = analyzer.step_positions(rank)

@@ -323,10 +323,8 @@ def _stack_of(table: TimeTable, line: Frame) -> tuple[CodeTree, int]:
     if same or not near:
         return tree, same
     grown = replace(
-        tree,
-        frames=[*tree.frames, line],
-        library=np.append(tree.library, False),
+        tree, frames=[*tree.frames, line], library=np.append(tree.library, False),
         parent=np.append(tree.parent, tree.parent[near]),
         place=np.append(tree.place, len(tree.frames)),
-    )
+    )  # fmt: skip
     return grown, len(tree.place)

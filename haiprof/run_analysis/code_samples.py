@@ -19,12 +19,7 @@ from haiprof.run_analysis.folded_steps import phase_sums
 from haiprof.run_analysis.nesting import take_rows
 from haiprof.run_analysis.run_files import entries, integer, mapping, note_damage, text
 from haiprof.run_analysis.step_frame import RankSegments
-from haiprof.run_analysis.steps import (
-    EVAL_LOADER_PHASE,
-    EVAL_PHASE,
-    PHASES,
-    SPAN_PHASES,
-)
+from haiprof.run_analysis.steps import EVAL_LOADER_PHASE, EVAL_PHASE, PHASES, SPAN_PHASES
 from haiprof.run_format import schema, stack_lines
 from haiprof.run_format.folded import read_of_one_folding
 from haiprof.run_format.layout import RankPaths

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -210,24 +209,21 @@ def average_counters(
     for found in read_sources(files, _WANTED, coarse=True):
         of_node, is_of_ranks = nodes.setdefault(found.host, {}), found.source in _OF_RANKS
         for metric in found.metrics:
-            parts: dict[Any, list[OwnerSeries]] = defaultdict(list)
+            inside = []
             for each in found.series(metric):
                 _, rank, _, entity = each.owner
-                key = rank if is_of_ranks else entity
                 window = of_rank.get(rank) if is_of_ranks else of_host.get(found.host)
-                if window is not None and len((own := each.cut(*window)).values):
-                    parts[key].append(own)
-            for key, series in parts.items():
-                time_ns, values = (np.concatenate([getattr(each, name) for each in series])
-                                   for name in ("time_ns", "values"))  # fmt: skip
-                is_mean = not is_of_ranks or metric.name in _SHARES
-                average = fmean(values.tolist()) if is_mean else float(np.median(values))
-                if not is_of_ranks:
-                    of_node.setdefault(key, {})[metric.name] = average
+                owner = (None, rank, None, None) if is_of_ranks else (None, None, None, entity)
+                inside += [] if window is None else [replace(each.cut(*window), owner=owner)]
+            for each in sort_series(inside):
+                (_, rank, _, entity), is_mean = each.owner, metric.name in _SHARES
+                if rank is None:
+                    of_node.setdefault(entity, {})[metric.name] = fmean(each.values.tolist())
                     continue
-                averages[metric.name][key] = average
+                average = fmean(each.values.tolist()) if is_mean else float(np.median(each.values))
+                averages[metric.name][rank] = average
                 if metric.name in _SERIES:
-                    points.append((key, metric.name, *_thin(time_ns, values, *of_rank[key])))
+                    points.append((rank, metric.name, *_thin(each, *of_rank[rank])))
     ranks, names, times, medians = zip(*points, strict=True)
     whose = np.repeat(np.arange(len(points)), [len(each) for each in times])
     thinned = pl.DataFrame({
@@ -242,13 +238,13 @@ def average_counters(
     )  # fmt: skip
 
 
-def _thin(time_ns: Ints, values: Floats, begin_ns: int, end_ns: int) -> tuple[Ints, Floats]:
+def _thin(series: OwnerSeries, begin_ns: int, end_ns: int) -> tuple[Ints, Floats]:
     """At most POINT_COUNT parts of a series, each the medians of its points."""
-    part = (time_ns - begin_ns) // max((end_ns - begin_ns) // POINT_COUNT, 1)
+    part = (series.time_ns - begin_ns) // max((end_ns - begin_ns) // POINT_COUNT, 1)
     first = np.flatnonzero(np.diff(np.sort(part), prepend=-1))
     both = first + np.append(first[1:], len(part)) - 1  # twice the middle
-    time, value = ((own[both // 2] + own[(both + 1) // 2]) / 2 for each in (time_ns, values)
-                   for own in [each[np.lexsort((each, part))].astype(np.float64)])  # fmt: skip
+    columns = (each[np.lexsort((each, part))] for each in (series.time_ns, series.values))
+    time, value = (own[both // 2] / 2 + own[(both + 1) // 2] / 2 for own in columns)
     return time.astype(np.int64), value
 
 

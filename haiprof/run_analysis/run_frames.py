@@ -346,8 +346,8 @@ class RunFrames:
         rows = self._rows_at(rank, attempt)
         whole = np.arange(rows.step_count - rows.steps.height, rows.step_count)
         step = np.append(rows.blocks.first_step, whole)
-        count = np.append(rows.blocks.count, np.ones_like(whole)).astype(np.int32)
-        return Cells(step=step, count=count, column=np.arange(len(count), dtype=np.int32))
+        count = np.append(rows.blocks.count, np.ones_like(whole))
+        return Cells(step=step, count=count, column=np.arange(len(count)))
 
     def position_times(self, rank: int, attempt: int | None = None) -> tuple[Ints, Ints]:
         """[position, cell (step, or block of steps)] in ns: without collections, and in these."""
