@@ -900,13 +900,10 @@ def _function_text(account: Account) -> str:
 
 
 _BY_ACTIVITY: dict[str, Callable[[Question], Finding]] = {
-    "wait: loader": _waits_for_loader,
-    "wait: interpreter lock": _interpreter_lock,
-    "no core": _no_core,
-    "garbage collection": _collections,
-    "wait: link": _link,
+    "wait: loader": _waits_for_loader, "wait: interpreter lock": _interpreter_lock,
+    "no core": _no_core, "garbage collection": _collections, "wait: link": _link,
     "wait: peer": _imbalance,
-}
+}  # fmt: skip
 _MORE = {
     "wait: file": _with_mount, "wait: socket": _with_sent_again, "wait: lock": _with_holder,
 }  # fmt: skip

@@ -122,8 +122,7 @@ class _Line:
     frame: int
     stack: int  # That ends in it, as it was met first
     function: _Function
-    own: list[Ints] = field(default_factory=lambda: [_NO_ROWS])
-    """Rows whose innermost line of the job it is, by stack."""
+    own: list[Ints] = field(default_factory=lambda: [_NO_ROWS])  # Rows that no line is nearer to
     calls: dict[int, _Function] = field(default_factory=dict)
 
 

@@ -112,8 +112,7 @@ class RuleInputs:
     @property
     def hosts(self) -> dict[int, str]:
         """The last host of each rank, where it is known."""
-        known = zip(self.ranks["rank"].to_list(), self.ranks["host"].to_list(), strict=True)
-        return {rank: host for rank, host in known if host is not None}
+        return {r: host for r, host in self.ranks[["rank", "host"]].rows() if host is not None}
 
     def load_samples(self, rank: int) -> CodeSamples:
         """Sampled stacks of a rank while its judged steps ran."""
@@ -136,9 +135,8 @@ class RuleInputs:
     @property
     def is_short(self) -> bool:
         """Whether the judged steps took less time than it takes to know anything of the cores."""
-        own = self.by_rank.values()
-        begins = [steps["start_ns"][0] for steps in own]
-        ends = [steps["start_ns"][-1] + steps["step_ns"][-1] for steps in own]
+        begins = [own["start_ns"][0] for own in self.by_rank.values()]
+        ends = [own["start_ns"][-1] + own["step_ns"][-1] for own in self.by_rank.values()]
         return bool(ends) and max(ends) - min(begins) < SHORT_RUN_S * NS_PER_S
 
     @property

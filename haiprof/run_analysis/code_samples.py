@@ -401,24 +401,19 @@ def load_code_samples(ranks: Iterable[RankSegments]) -> CodeSamples:
                 unknown_notes.append(
                     f"rank {rank.files.rank}: the stacks of {unknown_count} samples are not known"
                 )
-            parts = [columns]
+            parts: list[dict[str, Any]] = [columns]
             if process.worker is None:
                 phase, step = locate(rank, columns["time_ns"])
                 weight_ns = _share_times(rank, phase, step, columns["weight_ns"])
                 step = np.where(step < 0, -1, step + rank.first_step)
                 columns |= {"phase": phase, "step": step, "weight_ns": weight_ns}
                 parts = [_folded_samples(rank, process), *parts] if rank.first_step else parts
-            else:
-                columns["phase"] = np.full(len(columns["stack"]), WORKER)
             time_ns, stack, cpu_ns = process.others()
-            of_others = np.full(len(stack), OTHER_THREADS)
-            parts.append(
-                {"time_ns": time_ns, "stack": stack, "phase": of_others, "weight_ns": cpu_ns}
-            )
-            for part in parts:
-                own: dict[str, Any] = part | {"time_ns": part["time_ns"] + rank.wall_offset_ns}
-                own |= {"rank": rank.files.rank}
-                own |= {} if process.worker is None else {"worker": process.worker}
+            others = {"time_ns": time_ns, "stack": stack, "weight_ns": cpu_ns}
+            worker = {} if process.worker is None else {"worker": process.worker, "phase": WORKER}
+            for part in (*parts, others | {"phase": OTHER_THREADS}):
+                own: dict[str, Any] = worker | {"rank": rank.files.rank} | part
+                own |= {"time_ns": part["time_ns"] + rank.wall_offset_ns}
                 rows.append({name: np.broadcast_to(own.get(name, -1), len(own["stack"])).astype(of)
                              for name, of in _COLUMNS.items()})  # fmt: skip
     joined = {name: np.concatenate([part.pop(name) for part in rows]) for name in _COLUMNS}
