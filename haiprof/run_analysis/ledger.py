@@ -307,9 +307,8 @@ def _rank_rows(
     rows = _split(rows, _contended_share(rows), NO_CORE, "work")
     whole = np.array(unseen, dtype=np.int64).reshape(-1, 4).T
     others = dict.fromkeys(rows, np.zeros(len(unseen))) | {
-        "rank": np.full(len(unseen), rank.rank),
         **dict.fromkeys(("cell", "position"), whole[0]), "kind": whole[2], "ns": whole[3],
-        **dict.fromkeys(("activity", "work"), whole[1]),
+        **dict.fromkeys(("activity", "work"), whole[1]), "rank": np.full(len(unseen), rank.rank),
         **dict.fromkeys(("step", "sample"), np.full(len(unseen), -1)),
     }  # fmt: skip
     return {
