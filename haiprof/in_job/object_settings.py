@@ -460,10 +460,7 @@ def _passed_through(outputs: Iterable[Any], unused: set[int]) -> set[int] | None
 
 
 def _unused_in(
-    root: tuple[int, list[Any], list[Any]],
-    piled: set[int],
-    used: set[int],
-    passed: set[int] | None,
+    root: tuple[int, list[Any], list[Any]], piled: set[int], used: set[int], passed: set[int] | None
 ) -> dict[str, Any]:
     """One entry of `roots`; see `run_format.setting_lines.UNUSED_FIELDS`."""
     tag, modules, parameters = root

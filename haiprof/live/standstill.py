@@ -12,14 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from haiprof.base.code_places import (
-    Frame,
-    Stack,
-    frame_text,
-    job_frame,
-    parse_frames,
-    stack_text,
-)
+from haiprof.base.code_places import Frame, Stack, frame_text, job_frame, parse_frames, stack_text
 from haiprof.base.errors import MissingDataError
 from haiprof.base.units import ranks_text, visible
 from haiprof.run_analysis.collectives import Mismatch
