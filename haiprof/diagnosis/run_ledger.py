@@ -689,7 +689,11 @@ class _Accounts:
     ) -> tuple[float, float]:
         if spread is not None:
             return mean * spread[0], mean * spread[1]
-        return self.time.interval(self.table, rows, series)
+        low, high = self.time.interval(self.table, rows, series)
+        # Nothing takes more than all of where it is.
+        inside = self.time.totals_ns[:, :, np.unique(self.table.cell[rows])].sum(axis=(1, 2))
+        most = float(inside.max()) / float(self.time.count.sum())
+        return low, min(high, max(mean, most))
 
     def _line_of(self, found: Opportunity) -> dict[str, Any]:
         at = found.at

@@ -124,7 +124,7 @@ def find_loops(
             called = (count, spent_ns / count) if count else None
             calls_ratio = min(OPERATOR_CALL_NS * count / max(spent_ns, 1.0), 1.0)
             has_price = count >= MANY_OPERATORS and calls_ratio >= _MOSTLY_CALLS
-            share = calls_ratio if has_price else 1.0
+            share = calls_ratio if has_price else float(calls_ratio >= _SMALL_HELD)
         own_ns, part = float(table.ns[rows].sum()), 0.0
         if lines is not None:
             own = [each for each in told.shares if each[0][:2] in places]

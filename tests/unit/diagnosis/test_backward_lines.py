@@ -242,6 +242,9 @@ def test_layers_that_do_not_need_one_another_are_told_and_their_operators_by_a_w
     headline = diagnose(Analyzer(run.root)).headline
     assert "(its forward has 800 operators of 12.0 µs each, as traced)" in headline
     assert "--explain" not in headline
+    traced = write_job(tmp_path / "traced", period=38, loop=(*LOOP[:-1], LAYERS))
+    write_window(traced, *window(loops=12, small_us=990.0))
+    assert "one layer after the other" not in diagnose(Analyzer(traced.root)).headline
     large = write_job(tmp_path / "large", period=38, loop=(*LOOP[:-1], LAYERS), held="h" + 9 * "0")
     assert "one layer after the other" not in diagnose(Analyzer(large.root)).headline
 
