@@ -570,7 +570,7 @@ def _link(question: Question) -> Finding:
     spares += "compress with a communication hook (bf16_compress_hook)"
     if is_sharded:
         spares = "MixedPrecisionPolicy(param_dtype=torch.bfloat16), with FullyShardedDataParallel "
-        spares += "MixedPrecision(param_dtype=torch.bfloat16)"
+        spares += "MixedPrecision(param_dtype=torch.bfloat16), which rounds"
     return Finding(
         rule="link_bound",
         cause="small_buckets" if buckets else None,
@@ -710,8 +710,8 @@ def _checkpoint(question: Question) -> Finding:
         if is_copying
         else "save less often, or asynchronously: torch.distributed.checkpoint.async_save, or "
         "copy the state to the CPU and write it from another thread; write to a local disk first",
-        ("saves in the judged steps", float(saves.height), "count"),
-        ("mean time of a save", number(saves["duration_ns"].mean()) or 0.0, "ns"),
+        ("calls that save, in the judged steps", float(saves.height), "count"),
+        ("mean time of such a call", number(saves["duration_ns"].mean()) or 0.0, "ns"),
         rule="checkpoint_stalls",
     )
 
@@ -944,9 +944,10 @@ _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     ),
 }
 RECOMPILES_REMEDY = (
-    "TORCH_LOGS=recompiles names the guard that fails. Usually a shape that varies: pad "
-    "to a few lengths, mark it with torch._dynamo.mark_dynamic, or compile(dynamic=True); or a "
-    "Python number or object that changes each step: make it a tensor"
+    "TORCH_LOGS=recompiles names the guard that fails; a first evaluation compiles once more. "
+    "Usually a shape that varies: pad to a few lengths, mark it with torch._dynamo.mark_dynamic, "
+    "or compile(dynamic=True); or a Python number or object that changes each step: make it a "
+    "tensor"
 )
 _BY_POSITION: dict[str, Callable[[Question], Finding]] = {
     "input": _input,
