@@ -88,7 +88,7 @@ def tree_of(stacks: Sequence[Stack]) -> tuple[CodeTree, list[int]]:
     return tree.whole(), numbers
 
 
-def table_of(*given: Any, steps: int = 12, **rank: float | None) -> TimeTable:
+def table_of(*given: Any, steps: int = 12, **rank: Any) -> TimeTable:
     """The table of one rank whose steps all have these parts, in this order."""
     parts = parts_of(given)
     tree, numbers = tree_of([part.stack for part in parts])
