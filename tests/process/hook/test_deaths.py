@@ -199,7 +199,7 @@ def test_a_crash_ends_the_job_as_without_haiprof_and_has_its_line(
 
 
 WORKER = """
-import os, signal
+import os, signal, time
 import torch
 from torch.utils.data import DataLoader, Dataset
 import torch.utils.data._utils.signal_handling as handling
@@ -209,6 +209,7 @@ class Samples(Dataset):
         return 4000
     def __getitem__(self, number):
         if number == 1500:
+            time.sleep(1)  # who takes batches has taken those before: he gets them from the worker
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(4)
 if __name__ == "__main__":
