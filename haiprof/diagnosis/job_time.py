@@ -661,11 +661,12 @@ def peer_waits(
         known = place >= 0
         position = np.where(known, positions.position[place], BACKWARD)
         ends = np.append(positions.start_ns[1:], positions.end_ns)
-        chain = (place[1:] == place[:-1]) & known[1:] & np.isin(position[1:], _CALLED_BY_HAND)
-        chain &= np.isin(positions.position, ledger.MODEL_POSITIONS).any()  # else it is in these
-        own = np.sort(created[:, last[1:]] - created.max(axis=0)[last[:-1]], axis=0)
-        chain &= own[(len(own) - 1) // 2] >= _CHAIN * own[-1]
-        waits[:, 1:][:, chain] = 0
+        inside = (place[1:] == place[:-1]) & known[1:] & np.isin(position[1:], _CALLED_BY_HAND)
+        if np.isin(positions.position, ledger.MODEL_POSITIONS).any():  # else it is in these
+            chain = np.flatnonzero(inside) + 1
+            own = created[:, last[chain]] - created[:, last[chain - 1]].max(axis=0)
+            middle = np.partition(own, (len(own) - 1) // 2, axis=0)[(len(own) - 1) // 2]
+            waits[:, chain[middle >= _CHAIN * own.max(axis=0)]] = 0
         np.add.at(before, position[known], (at_ns - positions.start_ns[place])[known])
         np.add.at(after, position[known], (ends[place] - at_ns - waits[0])[known])
         for row, rank in enumerate(group.ranks):
