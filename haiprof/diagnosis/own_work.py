@@ -220,12 +220,8 @@ def _large_optimizer(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[flo
     ratio, every = own / ledger.mean_ns, inputs.settings.values()
     names = {each.name for of in every for each in of.optimizers}
     rows = np.flatnonzero(table.position == OPTIMIZER)
-    steps = {f.function for f in tree.frames if _STEPS.search(f"{f.file} {f.function}")}
-    parts = {
-        name: _part(table, rows, tree.holds(np.array([*(f.function == name for f in tree.frames),
-                                                      False]))[table.stack[rows]])
-        for name in steps
-    }  # fmt: skip
+    steps = {(f.file, f.function) for f in tree.frames if _STEPS.search(f"{f.file} {f.function}")}
+    parts = {step[1]: _part(table, rows, tree.runs([step])[table.stack[rows]]) for step in steps}
     most = max(parts, key=lambda name: parts[name], default="")
     of = f" ({ratio_text(parts[most])} of that is {most})" if len(parts) > 1 else ""
     text = (

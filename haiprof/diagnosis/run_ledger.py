@@ -327,10 +327,10 @@ def _keep_needed_link(
     bytes_ns = moved_bytes / thresholds.LINK_BYTES_PER_S * NS_PER_S
     most_ns = bytes_ns + thresholds.LINK_LATENCY_NS
     usual_ns = bytes_ns + thresholds.LINK_USUAL_NS
-    has_phases = np.isin(table.position, ledger.MODEL_POSITIONS).any()
+    in_model = np.isin(table.position, ledger.MODEL_POSITIONS)
+    has_phases = in_model.any()
     called = opportunities.calls_collectives(table.tree)[table.stack]
-    inside = np.isin(table.position, ledger.MODEL_POSITIONS) & (table.activity == LINK_WAIT)
-    by_hand = not (inside & ~called).any()
+    by_hand = not (in_model & (table.activity == LINK_WAIT) & ~called).any()
     kept = []
     for each in found:
         whole = time.mean_of(table, each.rows)

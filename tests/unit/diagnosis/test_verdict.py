@@ -1391,6 +1391,8 @@ def test_fused_saves_of_adams_update_alone(root: Path) -> None:
         told(path)
         gains.append(saved_ns(find(judged(path), "unfused_adam")))
     assert gains[1] == pytest.approx(gains[0] / 4, rel=0.2)
+    assert re.search(r" % of the step \(7\d % of that is SparseAdam.step\), more than",
+                     judged(path).headline)  # fmt: skip
 
 
 @pytest.mark.parametrize(("wait", "first"), [(0.1, "unfused_adam"), (0.8, "busy_neighbours")])
