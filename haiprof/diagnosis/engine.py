@@ -349,7 +349,8 @@ def _headline(
     ratio, text = max(own, default=(0.0, ""))
     if not few and ratio >= _MOST_RATIO:
         return text
-    return nothing_text(found.ledger, few=few, inside="".join(f"; {text}" for _, text in own))
+    inside = "".join(f"; {text}" for _, text in own)
+    return nothing_text(found.ledger, few=few, inside=inside, facts=findings)
 
 
 def _kept_graph(inputs: RuleInputs, found: RunLedger) -> Finding | None:
@@ -420,10 +421,12 @@ _ALL_AT_ONCE = (
 )
 
 
-def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") -> str:
+def nothing_text(
+    ledger: Ledger | None, *, few: bool = False, inside: str = "", facts: Sequence[Finding] = ()
+) -> str:  # fmt: skip
     """What the step consists of, where nothing stands out; or what may, of too few steps.
 
-    `inside` says more of the model's own work.
+    `inside` says more of the model's own work; a setting of `facts` may gain most.
     """
     if ledger is None:
         return f"{_NOTHING}: no step was evaluated"
@@ -444,6 +447,11 @@ def nothing_text(ledger: Ledger | None, *, few: bool = False, inside: str = "") 
         least = "at least" if ledger.device_idle_is_bound else "about"
         share = ratio_text(1 - ledger.device_idle_ns / mean)
         text = f"{_NOTHING}: the device is busy for {least} {share} of the step"
+    settings = (each for each in facts if each.gain is not None and each.account is None)
+    setting = max(settings, key=lambda each: each.lost_ratio or 0.0, default=None)
+    most_ns = max((account.gain_ns for account in ledger.largest()), default=0.0)
+    if setting is not None and (setting.lost_ratio or 0.0) * mean > most_ns:
+        return f"{text}; largest opportunity: {setting.title}, {ratio_text(setting.lost_ratio)}"
     if not ledger.opportunities:
         return text
     largest = ledger.largest()  # what was not sampled is nothing to do about

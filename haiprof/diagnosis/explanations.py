@@ -81,6 +81,8 @@ _WAITING_FILES = ("/threading.py", "/queue.py")  # A thread in these waits itsel
 _LINE_LIMIT = 3
 _LEAST_RATIO = 0.05
 FOR_LAYERS = "torch.baddbmm on stacked weights, torch.func.stack_module_state with torch.vmap"
+_BARRIERS = [(ledger.COLLECTIVES_FILE, "barrier")]
+_LARGE_BATCH = 250_000  # Numbers: 1 MB of float32. Own choice.
 _WHOLE = 0.95  # A gain of so much of what a straggler takes beyond the others is all of it
 _UNEVEN = 1.02  # A gain that is so many times the mean over ranks is the slowest rank's
 
@@ -546,6 +548,8 @@ def _link(question: Question) -> Finding:
         remedy = _DO["inside" if inside else "between"]
         if called:
             _, what, remedy = called
+        elif _is_own(question, tree.runs(_BARRIERS)):
+            remedy = _DO["barrier"]
         elif account.position == "gradients":
             remedy = _DO["exchange gradients"]
         return Finding(
@@ -731,6 +735,28 @@ def _explain_by(
     return explain
 
 
+def _received(question: Question) -> Finding:
+    """Batches are taken from workers."""
+    inputs = question.inputs
+    numbers = number(inputs.input_sizes["number_count"].mean())
+    parts = (
+        "each tensor of a batch is handed over by itself: one stacked tensor where a batch holds "
+        "many (collate_fn, which the workers run), or "
+        "torch.multiprocessing.set_sharing_strategy('file_system'), which passes no file "
+        "descriptors",
+        "of large ones, uint8 or float16 in place of float32"
+        * (numbers is None or numbers >= _LARGE_BATCH),
+        "larger batches",
+        "what fewer workers gain is measured by haiprof try-loader"
+        * (max(inputs.loader_workers.values(), default=0) > 1),
+    )
+    title = "the training thread receives the batches that the DataLoader's workers made, "
+    return Finding(
+        rule=SLUGS["input"], title=f"{question.bound}{title}{question.amount}", cause="receiving",
+        remedy="; ".join(part for part in parts if part),
+    )  # fmt: skip
+
+
 def _imbalance(question: Question) -> Finding:
     """Ranks take turns in being late."""
     waits_for_core = max(question.inputs.core_waits.values(), default=0.0) >= question.share / 2
@@ -739,13 +765,15 @@ def _imbalance(question: Question) -> Finding:
     samples = question.samples
     waits = ledger.waits_for_peers(samples.tree)[samples.stack] & (samples.worker < 0)
     at = code_lines(samples.take(waits), "the waiting for other ranks", 1.0)
+    calls = samples.tree.runs(_BARRIERS)[samples.stack[waits]]
+    first = f"{_DO['barrier']}; else " if calls.sum() > len(calls) / 2 else ""
     return Finding(
         rule="data_imbalance",
         title="uneven work: the slowest rank, a different one in each step, makes the others "
         f"wait, {question.amount}{unless}",
-        remedy="give all ranks batches of equal cost: group samples by length and distribute each "
-        "group over all ranks (length-bucketing sampler), cap tokens per batch in place of "
-        "samples, or pack sequences" + "; or let them meet there less often" * bool(at),
+        remedy=f"{first}give all ranks batches of equal cost: group samples by length and "
+        "distribute each group over all ranks (length-bucketing sampler), cap tokens per batch in "
+        "place of samples, or pack sequences" + "; or let them meet there less often" * bool(at),
         code_lines=at,
     )
 
@@ -771,12 +799,7 @@ _ON_ARRAYS = re.compile(
     r"tanh|tolist|topk|unique|var|view)\("
 )
 """Calls that compute with arrays or tensors: other native code is a file, a database, a parser."""
-_OF_LOOP = (
-    (INDEPENDENT, "no round of its loop needs another one: do all at once, with whole tensors: "
-     "(a == b).sum(), a mask, torch.where, torch.bincount, scatter_add_; of samples, torch.vmap; "
-     "of parameters, torch._foreach_*, or every N steps"),
-    (RECURRENCE, _DO["one by one"]),
-)  # fmt: skip
+_OF_PARAMETERS = re.compile(r"\bparam|parameters\(|\bp\.\w|\.grad\b", re.IGNORECASE)
 _DATABASE = re.compile(
     r"\.(?:commit|executemany|executescript)\(|\.execute\((?!\s*\w?[\"'(]+\s*(?i:select|with)\b)"
 )
@@ -840,8 +863,10 @@ def _code(question: Question) -> Finding:
         (is_hook,
          "it is a hook: remove it (the handle that registering it gave: remove()), or let it "
          "return at once in all but every Nth step"),
-        *((of_tensors and kind == loop & LAYERS, f"{batch if may_load else ''}{do}")
-          for kind, do in _OF_LOOP),
+        (of_tensors and loop & LAYERS == INDEPENDENT, _DO["of parameters"]
+         if _OF_PARAMETERS.search(text) else f"{batch if may_load else ''}{_DO['at once']}"),
+        (of_tensors and loop & LAYERS == RECURRENCE,
+         f"{batch if may_load else ''}{_DO['one by one']}"),
         (question.is_alone and is_outside, "let all ranks do a part of it each, or less often"),
         (may_load, f"{batch}{_DO['outside']}"),
         (position == "gradients" and _SCALES.search(text) is not None,
@@ -914,17 +939,7 @@ _EVALUATED = ("wait: loader", "evaluation")  # Batches of an evaluation are its 
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
     opportunities.WORKER_CORES: _waits_for_loader,
-    opportunities.RECEIVED: _explain_by(
-        SLUGS["input"],
-        "{bound}the training thread receives the batches that the DataLoader's workers made, "
-        "{amount}",
-        "each tensor of a batch is handed over by itself: one stacked tensor where a batch holds "
-        "many (collate_fn, which the workers run), or "
-        "torch.multiprocessing.set_sharing_strategy('file_system'), which passes no file "
-        "descriptors; of large ones, uint8 or float16 in place of float32; larger batches; what "
-        "fewer workers gain is measured by haiprof try-loader",
-        cause="receiving",
-    ),
+    opportunities.RECEIVED: _received,
     opportunities.RESTARTED: _explain_by(
         SLUGS["input"],
         "starting the DataLoader's workers and ending the old ones, {amount}, {paid}",

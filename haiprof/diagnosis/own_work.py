@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from haiprof.diagnosis.slow_parts import are_stages
 from haiprof.diagnosis.small_operators import has_gradients, is_of_autograd
 from haiprof.diagnosis.thresholds import CRITICAL_RATIO
 from haiprof.diagnosis.verdict import OwnFunction
+from haiprof.run_analysis.code_samples import Frame
 from haiprof.run_analysis.ledger import LINK_WAIT, MODULE_FILE, TimeTable, point_to_point
 from haiprof.run_analysis.lines import innermost_stack, written_in
 from haiprof.run_analysis.run_files import number
@@ -32,6 +34,12 @@ _MAKES_WEIGHTS = 0.01
 """Of the layer's time, in softmax of the weights. What need_weights=False saved of forward and
 backward, one thread (torch 2.13): nothing to 8 % of sequences of 32 to 256, 41 % of 512, 49 % of
 1,024."""
+_SOFTMAX = re.compile(r"(?<!log_)softmax\(")
+_PRODUCT = re.compile(r" @ |\b(?:b?mm|matmul|baddbmm|einsum)\(")
+_DROPOUT = re.compile(r"(?i:dropout|\bdrop)\(")
+"""What `F.scaled_dot_product_attention` took of the same by hand with backward, one thread (torch
+2.13), sequences of 64 to 1,024: 0.3 to 0.8 without dropout, mostly half; 0.7 to 1.0 with it."""
+_DROPS_RATIO = 0.05  # Of such a function's time, in dropout: with a probability of 0 it takes none
 _UPDATE_ALL = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers of torch that update all parameters, whether they have a gradient of 0 or not."""
 _STEPS = re.compile(r"/torch/optim/\w+\.py \w+\.step\Z")
@@ -106,8 +114,10 @@ def describe_work(inputs: RuleInputs, found: RunLedger) -> list[tuple[float, str
     every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found)]
     every += _other_stages(inputs, found)
     every += _many_passes(inputs, found.ledger)
+    functions = own_functions(inputs, found, outside_layers=True)
     every += [] if inputs.uses_gpu else _attention_weights(found)
-    every += [] if found.recurrences else _own_function(inputs, found)
+    every += _attention_by_hand(inputs, found, functions)
+    every += [] if found.recurrences else _own_function(found, functions)
     return [each for each in every if each[0] >= PROBLEM_RATIO]
 
 
@@ -124,6 +134,40 @@ def _attention_weights(found: RunLedger) -> Iterator[tuple[float, str]]:
             f"{ratio_text(ratio)} of the step is attention in forward that makes its weights "
             "(nn.MultiheadAttention with need_weights=True, its default): need_weights=False "
             "saves up to half of it and of its backward, the more the longer the sequences",
+        )
+
+
+def _attention_by_hand(
+    inputs: RuleInputs, found: RunLedger, functions: Sequence[OwnFunction]
+) -> Iterator[tuple[float, str]]:
+    """Functions that multiply, take a softmax of the products, and multiply these."""
+    table, tree = found.table, found.table.tree
+    rows = np.flatnonzero(table.needed)
+    place = tree.place[innermost_stack(tree)[table.stack[rows]]]
+    seen = defaultdict[tuple[str, str], dict[Frame, float]](dict)
+    for at, ns in enumerate(np.bincount(place[place >= 0], table.ns[rows[place >= 0]]).tolist()):
+        frame = tree.frames[at]
+        seen[frame.file, written_in(frame.function)][frame] = ns
+    whole = {(each.file, each.function): each for each in own_functions(inputs, found)}
+    ratio, drops = 0.0, 0.0
+    most: OwnFunction | None = None
+    for each in functions:
+        frames = seen[each.file, each.function]
+        ns = {of: {f.line: t for f, t in frames.items() if t and of.search(f.expression)}
+              for of in (_SOFTMAX, _PRODUCT, _DROPOUT)}  # fmt: skip
+        products = [*ns[_PRODUCT], math.inf]
+        if any(min(products) < line < max(ns[_PRODUCT], default=0) for line in ns[_SOFTMAX]):
+            full, most = whole[each.file, each.function], most or each
+            ratio += full.ratio * each.ns_per_step / max(full.ns_per_step, 1.0)
+            drops = max(drops, sum(ns[_DROPOUT].values()) / sum(frames.values()))
+    if most is not None:
+        beside = "; with dropout, as here, it gains little on a CPU" * (drops >= _DROPS_RATIO)
+        yield (
+            ratio,
+            f"{ratio_text(ratio)} of the step is attention that makes its weights "
+            f"({place_text(most.file, most.line, most.function)}, with its part of backward): "
+            "where nobody reads them, torch.nn.functional.scaled_dot_product_attention takes 0.3 "
+            f"to 0.8 of that time{beside}",
         )
 
 
@@ -154,7 +198,8 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     if largest.looks_up:
         do = "one table for all that have rows of one length (each one's indices begin after the "
         do += "rows of those before it)"
-    do += " (nn.LSTM, nn.GRU)" * (largest.has_backward and largest.kind == RECURRENCE)
+    is_cell = largest.has_backward and largest.kind == RECURRENCE
+    do += ", where there is one (nn.LSTM, nn.GRU)," * is_cell
     kind, much = "small operators", "some of that, haiprof --explain says how much"
     if largest.called is not None:
         kind, (count, each_ns) = "operators", largest.called
@@ -164,9 +209,10 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     yield ratio, f"{text}: {do} may save {much}"
 
 
-def _own_function(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[float, str]]:
+def _own_function(
+    found: RunLedger, functions: Sequence[OwnFunction]
+) -> Iterator[tuple[float, str]]:
     """The function that takes most of forward and loss outside of layers."""
-    functions = own_functions(inputs, found, outside_layers=True)
     most = max(functions, key=lambda each: each.ns_per_step, default=None)
     ratio = most.ns_per_step / found.ledger.mean_ns if most is not None else 0.0
     if most is not None and ratio >= CRITICAL_RATIO:

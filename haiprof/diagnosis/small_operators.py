@@ -40,6 +40,9 @@ some 45 and 15 us each; below that they compute, and below the second, calling t
 _LAYERS_HELD = 1 / 5
 """In a loop over layers it is held by calling modules, too: so much where their operators take less
 than some 30 us. Own choice; three convolutions of 3 ms each were seen with 0.09."""
+_SAMPLES = 20
+"""So many samples of one piece of code, hardly any of which holds the lock: its operators compute,
+whatever others of the loop do. Own choice."""
 _FREES = re.compile(r"\bzero_grad\Z")
 """Frees gradients, and holds the lock for as long as that takes: no operators."""
 _CALL_HELD_NS, _FEW_ROUNDS = 1000, 8
@@ -206,7 +209,7 @@ def _loop_rows(
 ) -> Iterator[tuple[int, Ints, float]]:
     """Loops over small operators: number, rows, and how much of their time holds the lock."""
     # While it calls an operator a thread holds the interpreter lock, for about a microsecond.
-    loop = loops[table.stack]
+    loop, inner = loops[table.stack], innermost_stack(table.tree)
     works = (loop > 0) & np.isin(table.work, (OPERATORS, PYTHON)) & (table.activity != NO_CORE)
     frees = np.array([*(_FREES.search(f.function) is not None for f in table.tree.frames), False])
     works &= ~table.tree.holds(frees)[table.stack]
@@ -223,6 +226,13 @@ def _loop_rows(
         whole = float(ns.sum())
         if not whole or whole < _INSIDE * table.ns[training].sum():
             continue
+        code = table.tree.place[inner[table.stack[rows]]] + 1
+        seen, held_count = (np.bincount(code, table.count[rows] * of) for of in (1, held[rows]))
+        computes = ((seen >= _SAMPLES) & (held_count < _LEAST_HELD * seen))[code]
+        if ns[computes].sum() > _MOSTLY_CALLS * whole:
+            continue
+        rows, ns = rows[~computes], ns[~computes]
+        whole = float(ns.sum())
         of_operators = float(ns[table.work[rows] == OPERATORS].sum()) / whole
         ratio = float(ns[held[rows]].sum()) / whole
         if of_operators < _OF_OPERATORS or ratio < _LEAST_HELD:

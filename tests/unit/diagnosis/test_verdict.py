@@ -765,6 +765,28 @@ def test_a_loop_over_small_operators_is_told_with_them_and_their_backward(root: 
     assert "for all elements at once" in first.remedy
 
 
+@pytest.mark.parametrize(("products", "said"), [(8, False), (4, True)])
+def test_large_operators_of_a_loop_are_no_small_ones(root: Path, products: int, said: bool) -> None:
+    """Of ten samples of a loop so many are in products of matrices, which hold no lock."""
+    write_story(root, lambda *_: BALANCED)
+    loop = (SCRIPT, MAIN, MODULE, FORWARD)
+    product = (*loop, (*job(12, "Net.forward"), "x @ x.T", 0, 11, INDEPENDENT))
+    small = (*loop, (*job(13, "Net.forward"), "x * 2", 0, 11, INDEPENDENT))
+    forward = itertools.cycle([product] * products + [small] * (10 - products))
+    taken = sample(RunFrames(root), lambda phase, _: next(forward) if phase == "forward"
+                   else USUAL.get(phase, (SCRIPT, MAIN)), rank=0)  # fmt: skip
+    held = itertools.cycle("h0")
+    locks = (next(held) if small[-1] in stack else "0" for _, stack in taken)
+    write_stacks(RunPaths(root).rank(0).stacks, taken, lock="".join(locks))
+    verdict = judged(root)
+    found = [each for each in verdict.findings if "many small operators" in each.title]
+    assert bool(found) == said
+    if said:
+        ahead, back = (verdict.split[name] or 0.0 for name in ("forward", "backward"))
+        part = 2 * 0.6 / (2 * 0.6 + 0.4)  # backward of a loop takes twice as long for its forward
+        assert saved_ns(found[0]) == pytest.approx(0.6 * ahead + part * back, rel=0.05)
+
+
 def test_what_runs_for_a_settings_sake_alone_is_its_cost_and_no_other_finding(root: Path) -> None:
     """A fourth of forward writes stacks down for anomaly detection; its checks take as much."""
     writes = (f"{PYTHON}/traceback.py", 430, "StackSummary.extract")
@@ -1290,15 +1312,17 @@ def test_ranks_that_wait_for_cores_are_late_in_turns_too(
     assert ("unless that is how they wait for cores" in uneven.title) == (said == "info")
 
 
-def test_the_line_at_which_ranks_in_turns_wait_is_named(root: Path) -> None:
+@pytest.mark.parametrize("called", ["all_reduce", "barrier"])
+def test_the_line_at_which_ranks_in_turns_wait_is_named(root: Path, called: str) -> None:
     write_turns(root, lambda large: 3000 if large else 1000)
-    meets = (SCRIPT, job(35, "main"), (BARRIER[0], 3231, "all_reduce"))
+    meets = (SCRIPT, job(35, "main"), (BARRIER[0], 3231, called))
     for rank in range(2):
         write_samples(root, lambda phase, step: meets if phase == "backward" and step % 4 == 0
                       else USUAL.get(phase, (SCRIPT, MAIN)), rank=rank)  # fmt: skip
     (uneven,) = [each for each in judged(root).findings if each.rule == "data_imbalance"]
     assert uneven.code_lines[0].location == "train.py:35 main"
     assert "let them meet there less often" in uneven.remedy
+    assert uneven.remedy.startswith("a barrier hands nothing over") == (called == "barrier")
 
 
 @pytest.mark.parametrize(("inner", "said"), [("softmax", True), ("_in_projection_packed", False)])
@@ -1316,6 +1340,31 @@ def test_attention_that_makes_its_weights_is_told(root: Path, inner: str, said: 
     if said:
         ratio = float(re.findall(r"(\d+) % of the step is attention", headline)[0])
         assert ratio == pytest.approx(100 * 22.5 / 62.2, abs=3)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("last", ["a @ v", "mask(a)"])
+def test_attention_by_hand_is_told_with_its_part_of_backward(
+    root: Path, last: str, drops: bool
+) -> None:
+    """Half of forward is such lines of one function; a product alone is no attention."""
+
+    def line(number: int, code: str) -> Stack:
+        return (SCRIPT, MAIN, MODULE, (*job(number, "Attention.forward", "net.py"), code))
+
+    stacks: list[Stack] = [
+        line(5, "q @ k.transpose(-2, -1)"), USUAL["forward"], line(6, "F.softmax(a, dim=-1)"),
+        USUAL["forward"], line(7, "F.dropout(a)") if drops else line(5, "k.transpose(-2, -1)"),
+        USUAL["forward"], line(8, last), USUAL["forward"],
+    ]  # fmt: skip
+    write_sampled(root, lambda *_: (0.2, 30.0, 30.0, 2.0),
+                  {"forward": lambda i: stacks[i % 8]}, steps=200)  # fmt: skip
+    headline = judged(root).headline
+    assert ("scaled_dot_product_attention" in headline) == (last == "a @ v")
+    if last == "a @ v":
+        ratio = float(re.findall(r"(\d+) % of the step is attention", headline)[0])
+        assert ratio == pytest.approx(100 * 30 / 62.2, abs=3)
+        assert ("with dropout, as here" in headline) == drops
 
 
 @pytest.mark.parametrize("way", [(SCRIPT, MAIN), (SCRIPT, MAIN, STEP, NO_GRAD, job(5, "closure"))])
