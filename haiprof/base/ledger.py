@@ -45,7 +45,7 @@ TORCH_CALL = re.compile(
 )
 """In an expression, what only torch is called by: `step` may be that of an environment."""
 _CALL = re.compile(r"[\w\])]\(")
-_OF_MODEL = ("forward", "backward", "evaluation")  # Here a method is a tensor's
+_OF_MODEL = ("forward", "backward")  # Here a method is a tensor's
 
 
 def position_words(position: str) -> str:

@@ -573,8 +573,7 @@ def _link(question: Question) -> Finding:
     spares = "" if skips else "accumulate with no_sync(), "
     spares += "compress with a communication hook (bf16_compress_hook)"
     if is_sharded:
-        spares = "MixedPrecisionPolicy(param_dtype=torch.bfloat16), with FullyShardedDataParallel "
-        spares += "MixedPrecision(param_dtype=torch.bfloat16), which rounds"
+        spares = _DO["exchange shards"]
     return Finding(
         rule="link_bound",
         cause="small_buckets" if buckets else None,
@@ -689,7 +688,8 @@ def _evaluation(question: Question) -> Finding:
     remedy = "evaluate less often or on fewer batches"
     tree, line = question.samples.tree, (account.file, account.line)
     inside = tree.holds(np.array([*(frame[:2] == line for frame in tree.frames), False]))
-    if not (inside & without_gradients(tree)).any():
+    rows = np.isin(question.samples.stack, np.flatnonzero(inside))
+    if without_gradients(tree)[question.samples.stack[rows]].sum() <= rows.sum() / 2:
         remedy += "; under torch.no_grad(), which keeps no gradients, they can be larger"
     if question.is_alone:
         who = f"{ranks_text(account.ranks)} evaluates alone while the others wait: "
@@ -799,7 +799,7 @@ _ON_ARRAYS = re.compile(
     r"tanh|tolist|topk|unique|var|view)\("
 )
 """Calls that compute with arrays or tensors: other native code is a file, a database, a parser."""
-_OF_PARAMETERS = re.compile(r"\bparam|parameters\(|\bp\.\w|\.grad\b", re.IGNORECASE)
+_OF_PARAMETERS = re.compile(r"\(p[,)]|\bp\.\w|\bparam|parameters\(|\.grad\b", re.IGNORECASE)
 _DATABASE = re.compile(
     r"\.(?:commit|executemany|executescript)\(|\.execute\((?!\s*\w?[\"'(]+\s*(?i:select|with)\b)"
 )

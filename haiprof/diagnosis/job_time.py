@@ -12,6 +12,7 @@ import numpy.typing as npt
 from haiprof.base.intervals import Bools, Floats, Ints
 from haiprof.base.ledger import EACH_STEP, GROWING, NOT_KNOWN, POSITIONS
 from haiprof.base.units import duration_text
+from haiprof.diagnosis import thresholds
 from haiprof.run_analysis import ledger, step_positions
 from haiprof.run_analysis.collectives import Arrivals
 from haiprof.run_analysis.ledger import TimeTable
@@ -48,8 +49,8 @@ _NOTHING, _HARDLY = 0.05, 0.25
 _DISTURBED = 0.1
 """Positions that wait for a core so long are longer or shorter as others come and go."""
 _CHAIN = 1 / 3
-"""Of the time that the last rank needs from one collective to the next, what most others need, too:
-then it is no work of that rank's, but what calling the two takes."""
+"""Of the short time that the last rank needs from one collective to the next, what most others
+need, too: then it is no work of that rank's, but what calling the two takes."""
 _CALLED_BY_HAND = (
     step_positions.PREPARE, step_positions.GRADIENTS, step_positions.AFTER_STEP,
     step_positions.BETWEEN_STEPS,
@@ -639,8 +640,8 @@ def peer_waits(
 
     Collectives between which ranks have not waited for each other (buckets of one backward) count
     once, by the last of them: the delay before it is the same. Between several that the job calls
-    one after the other, outside of the model, no rank is late whom the others need as long for:
-    that wait is a part of calling them. `starts` has by rank the number of a
+    soon after another, outside of the model, no rank is late where the others need about as long
+    for them: that wait is a part of calling them. `starts` has by rank the number of a
     step, and the begin of each of its steps from there on in Unix time; `positions_of` a rank's
     positions on their clock, and Unix time less that.
     """
@@ -662,11 +663,14 @@ def peer_waits(
         position = np.where(known, positions.position[place], BACKWARD)
         ends = np.append(positions.start_ns[1:], positions.end_ns)
         inside = (place[1:] == place[:-1]) & known[1:] & np.isin(position[1:], _CALLED_BY_HAND)
+        inside[gaps - 1] = False
         if np.isin(positions.position, ledger.MODEL_POSITIONS).any():  # else it is in these
             chain = np.flatnonzero(inside) + 1
             own = created[:, last[chain]] - created[:, last[chain - 1]].max(axis=0)
             middle = np.partition(own, (len(own) - 1) // 2, axis=0)[(len(own) - 1) // 2]
-            waits[:, chain[middle >= _CHAIN * own.max(axis=0)]] = 0
+            longest = own.max(axis=0)
+            is_call = (middle >= _CHAIN * longest) & (longest <= thresholds.LINK_LATENCY_NS)
+            waits[:, chain[is_call]] = 0
         np.add.at(before, position[known], (at_ns - positions.start_ns[place])[known])
         np.add.at(after, position[known], (ends[place] - at_ns - waits[0])[known])
         for row, rank in enumerate(group.ranks):

@@ -67,6 +67,7 @@ _SHARES = (
 _LESS = "decode and tokenize once, ahead of training; cheaper augmentation"
 _LESS_IN_MEMORY = "take a whole batch at once from what is in memory (Dataset.__getitems__)"
 _OF_LISTS = re.compile(r"\btorch\.(?:(?:as_)?tensor|\w*Tensor)\(\s*\[")
+_OF_TABLES = re.compile(r"\.i?loc\[|/pandas/core/(?:indexing|series|frame)\.py")
 OPENS = re.compile(
     r"\b(?:Zip|Tar|Parquet)File(?:\(|\.__init__|\._RealGetContents)|\b(?:tarfile|lmdb)\.open\(|"
     r"\bh5py\.File\(|\bh5py\b.*\b(?:File\.__init__|make_fid)|\bsqlite3\.connect\("
@@ -79,6 +80,10 @@ _LESS_OPENING = (
 _LESS_OF_LISTS = (
     "keep numbers in arrays or tensors and join these (torch.stack; np.stack, then "
     "torch.from_numpy): torch.tensor takes those of a list one by one"
+)
+_LESS_OF_TABLES = (
+    "turn the table into arrays or tensors once, ahead of training (to_numpy, one for each type): "
+    "pandas makes an object for each row that it gives"
 )
 _TRIED = (
     "the time above is with batches always ready; haiprof try-loader measures what workers gain"
@@ -183,7 +188,7 @@ def less_per_sample(samples: CodeSamples) -> str:
     inside = (tree.frames[at] for at in called)
     text = " ".join([tree.frames[tree.place[most]].expression,
                      *(f"{each.file} {each.function}" for each in inside)])  # fmt: skip
-    ways = (_OF_LISTS, _LESS_OF_LISTS), (OPENS, _LESS_OPENING)
+    ways = (_OF_LISTS, _LESS_OF_LISTS), (OPENS, _LESS_OPENING), (_OF_TABLES, _LESS_OF_TABLES)
     return next((less for kind, less in ways if kind.search(text)), _LESS)
 
 

@@ -42,11 +42,18 @@ from haiprof.run_analysis.ledger import (
 from haiprof.run_analysis.run_files import text
 from haiprof.run_analysis.run_frames import RunFrames
 from haiprof.run_analysis.step_frame import GC_PHASE
-from haiprof.run_analysis.step_positions import COMPILE, GRADIENTS
+from haiprof.run_analysis.step_positions import (
+    AFTER_STEP,
+    BETWEEN_STEPS,
+    COMPILE,
+    GRADIENTS,
+    OPTIMIZER,
+)
 
 SAMPLED_RANKS = 8  # Samples of so many ranks are read: the slowest, and others at equal distances
 SMALL_RATIO = 0.002  # Accounts below this share of a step are one row by position and activity
 _MOST_SPLIT = 0.95  # No more of the model's own operators is called avoidable
+_BEHIND_LOSS = (GRADIENTS, OPTIMIZER, AFTER_STEP, BETWEEN_STEPS)
 _SLOWEST_RATIO = 1.2
 """A rank that spends so many times the mean of all ranks on an account is named."""
 _ONE_RANK = 0.8  # Where one of several ranks has so much of an account, it is about that rank
@@ -136,8 +143,9 @@ def run_ledger(
     table = _keep_needed_elsewhere(table, inputs)
     table, loops = find_loops(table, samples, time, inputs.traces.lines)
     found = opportunities.find_opportunities(table, loops.found)
-    # A metric that records gradients may be the loss itself.
+    # A metric that records gradients may be the loss itself, up to backward.
     metric = table.tree.within(opportunities.METRIC_FILE)[table.stack]
+    metric &= ~np.isin(table.position, _BEHIND_LOSS)
     found = [
         replace(each, unsure_ns=time.mean_of(table, rows)) if has_gradients(table, rows) else each
         for each in found for rows in [each.rows[metric[each.rows]]]
@@ -330,16 +338,21 @@ def _keep_needed_link(
     in_model = np.isin(table.position, ledger.MODEL_POSITIONS)
     has_phases = in_model.any()
     called = opportunities.calls_collectives(table.tree)[table.stack]
-    by_hand = not (in_model & (table.activity == LINK_WAIT) & ~called).any()
+    models = [model for each in inputs.settings.values() for model in each.models]
+    by_hand = not any(model.ddp is not None or model.fsdp_unit_count for model in models)
+    by_hand &= not (in_model & (table.activity == LINK_WAIT) & ~called).any()
     kept = []
-    for each in found:
+    for each in sorted(found, key=lambda one: -float(table.ns[one.rows].sum())):
         whole = time.mean_of(table, each.rows)
         is_beside = has_phases and each.position not in (*ledger.MODEL_POSITIONS, GRADIENTS)
+        own_ns = table.ns[each.rows]
+        is_called = float(own_ns[called[each.rows]].sum()) > float(own_ns.sum()) / 2
         is_by_hand = by_hand and each.position == GRADIENTS
-        is_beside |= bool(called[each.rows].any()) and not is_by_hand
+        is_beside |= is_called and not is_by_hand
         if each.activity != LINK_WAIT or each.key is not None or not whole or is_beside:
             kept.append(each)
             continue
+        by_hand &= not is_by_hand  # the largest of these, and no more
         is_long = whole > most_ns
         table, _ = table.split(each.rows, usual_ns / whole if is_long else 1.0, needed=True)
         if is_long:

@@ -54,11 +54,15 @@ of the model 0.7 to 2.1."""
 _LEAST_BACKWARD = 0.7
 """The least of the rest: where backward is shorter than that of all of it, the loop has none."""
 _NO_GRAD_FILE = "/torch/utils/_contextlib.py"  # What `@torch.no_grad()` runs a function in
+_BRACKETS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"  # With what is in them, three deep
 _NEW = re.compile(
-    r"(?:torch\.(?:stack|cat|tensor)\(\[?)?(?:torch\.)?"
-    r"(?:from_numpy|rand\w*|arange|zeros|ones|empty|full|tensor)\("
+    r"(?:torch\.(?:stack|cat)\(\[)?(?:torch\.)?"
+    rf"(?:from_numpy|rand\w*|arange|zeros|ones|empty|full|tensor){_BRACKETS}"
+    rf"(?:\.(?:to|float|long|view|reshape|unsqueeze|expand|repeat|cuda){_BRACKETS})*"
+    r"(?:\s+for\s.*|\])?\)?\Z",
+    re.DOTALL,
 )
-"""Makes a tensor of what is none, which no gradients go through."""
+"""Makes a tensor of what is none, which no gradients go through; or several, of a comprehension."""
 _TABLES_FILE = "/torch/nn/modules/sparse.py"  # Of nn.Embedding and nn.EmbeddingBag
 _UNSURE = 0.25
 """Of a loop's time, what the operators may still take that stand in its place. Own choice."""
@@ -186,12 +190,13 @@ def without_gradients(tree: CodeTree) -> Bools:
         for f in tree.frames
     ]
     found, closure = np.zeros((2, len(tree.place)), dtype=np.bool_)
+    # An optimizer's step switches gradients on again for the closure that it calls.
+    steps = ["/torch/optim/" in f.file and f.function.endswith(".step") for f in tree.frames]
     for stack in range(1, len(tree.place)):  # callers come first
         parent, place = tree.parent[stack], tree.place[stack]
         file = tree.frames[place].file
         found[stack] = found[parent] or none[place]
-        # An optimizer switches gradients on again for the closure that it calls.
-        closure[stack] = "/torch/optim/" in file or (closure[parent] and tree.library[place])
+        closure[stack] = steps[place] or (closure[parent] and tree.library[place])
         if file.endswith(_NO_GRAD_FILE):
             found[stack] = not closure[parent]
     return found

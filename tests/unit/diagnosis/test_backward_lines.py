@@ -202,6 +202,15 @@ def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path, loop:
     assert account.gain_ns == pytest.approx(2 * MS, rel=0.05)
 
 
+@pytest.mark.parametrize("code", ["torch.zeros(n, d).index_add(0, i, h)", "torch.ones(3) - h[i]"])
+def test_new_numbers_with_a_tensor_in_them_have_a_part_of_backward(
+    tmp_path: Path, code: str
+) -> None:
+    run = write_job(tmp_path / "run", loop=(*LOOP[:3], code, *LOOP[4:-1], INDEPENDENT))
+    (account,) = (a for a in judged(run.root).accounts if a.explanation == "many_small_operators")
+    assert account.gain_ns > 4 * MS
+
+
 def test_tensors_of_many_numbers_keep_their_place(tmp_path: Path) -> None:
     """Each operator of the loop takes twice as long as calling it: its tensors are no numbers."""
     loop = (*LOOP[:-1], RECURRENCE | NO_GRAD)

@@ -402,6 +402,29 @@ def test_nobody_is_late_between_collectives_that_are_called_one_after_the_other(
     assert found.ns == {PREPARE: {0: {0: 12 * NS_PER_MS}, 1: {0: 23 * NS_PER_MS}}}
 
 
+@pytest.mark.parametrize(
+    ("second", "sequence", "waited"),
+    [((150, 340), (0, 1), 190), ((52, 51), (0, 1), 0), ((52, 51), (0, 9), 1)],
+)
+def test_work_between_collectives_is_waited_for(
+    second: tuple[int, int], sequence: tuple[int, int], waited: int
+) -> None:
+    """Work of 100 and of 290 ms; of 2 and of 1 ms, where it calls the two, and calls of others."""
+    created = np.array([[50, second[0]], [50, second[1]]]) * NS_PER_MS
+    group = Arrivals(
+        group="0", group_name="world", ranks=(0, 1), kinds=("all_gather",) * 2,
+        sequence=np.array(sequence), created_ns=created,
+    )  # fmt: skip
+    starts = {rank: (0, np.array([0])) for rank in (0, 1)}
+    positions = StepPositions(
+        start_ns=np.array([0, 8, 45]) * NS_PER_MS, end_ns=400 * NS_PER_MS,
+        position=np.array([FORWARD, BACKWARD, AFTER_STEP]), around_closure=np.zeros(3, dtype=bool),
+        collecting=np.zeros(3, dtype=bool), period=np.zeros(3, dtype=int), step_count=1,
+    )  # fmt: skip
+    found = peer_waits([group], starts, lambda _: (positions, 0)).ns[AFTER_STEP]
+    assert max(found[0][0], found[1][0]) == waited * NS_PER_MS
+
+
 def test_ranks_wait_for_the_slowest_of_each_part_of_a_step() -> None:
     """Buffers are broadcast as forward begins: rank 0 is late there, and rank 1 in backward."""
     ms = {rank: np.zeros((len(POSITIONS), STEPS)) for rank in (0, 1)}

@@ -255,8 +255,9 @@ def test_only_what_calls_torch_by_name_is_called_its_operators(
                       ns_per_step=1.0, low_ns=0.0, high_ns=2.0, expression=expression)  # fmt: skip
     assert account.does == said
     assert replace(account, needed=True).does == "torch operators"
-    evaluated = said if expression and "tobytes" in expression else "torch operators"
-    assert replace(account, position="evaluation").does == evaluated
+    in_model = said if expression and "tobytes" in expression else "torch operators"
+    assert replace(account, position="forward").does == in_model
+    assert replace(account, position="evaluation").does == said  # of an environment, a decoder
 
 
 def test_what_is_paid_at_every_nth_step_is_said_so_though_some_of_it_is_elsewhere() -> None:
