@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -100,7 +100,6 @@ LAUNCH, STREAM, EVENT, INFERRED, HOST = range(5)
 """Why an event began when it did: its launch; the event before it on its stream; another stream's
 event, by a recorded wait or assumed; the host, by a launch that is not in the trace.
 """
-_TRIES = 8
 
 
 class Causes(NamedTuple):
@@ -166,22 +165,19 @@ def _infer_waits(gpu: dependencies.DeviceEvents, best: Ints, why: Ints) -> Ints:
     correlation = gpu.frame["correlation"].fill_null(-1)
     graph = (correlation.is_duplicated() & (correlation > 0)).to_numpy()
     looking = np.flatnonzero((late | told | graph) & (why != EVENT) & (why != HOST))
-    found = np.full(len(gpu.starts), -1, dtype=np.int64)
-    by_end = np.argsort(gpu.ends, kind="stable")
-    at = np.searchsorted(gpu.ends[by_end], gpu.starts[looking], side="right") - 1
     floor = np.where(told, best, np.maximum(best, gpu.starts - dependencies.USUAL_DELAY_NS))
-    only_graph = graph & ~late & ~told
-    numbers = correlation.to_numpy()
-    for _ in range(_TRIES):
-        looking, at = looking[at >= 0], at[at >= 0]
-        other = by_end[at]
-        real = (gpu.line[other] != gpu.line[looking]) & (gpu.device[other] == gpu.device[looking])
-        real &= (gpu.ends[other] > floor[looking]) & (gpu.starts[other] < gpu.starts[looking])
-        real &= ~told[looking] | (gpu.launched[other] <= gpu.launched[looking])
-        real &= ~only_graph[looking] | (numbers[other] == numbers[looking])
-        found[looking[real]] = other[real]
-        going = ~real & (gpu.ends[other] > floor[looking])
-        looking, at = looking[going], at[going] - 1
+    only_graph, numbers = graph & ~late & ~told, correlation.to_numpy()
+
+    def fits(other: Ints, place: Ints) -> Bools:
+        own = looking[place]
+        real: Bools = (gpu.line[other] != gpu.line[own]) & (gpu.device[other] == gpu.device[own])
+        real &= gpu.starts[other] < gpu.starts[own]
+        real &= ~told[own] | (gpu.launched[other] <= gpu.launched[own])
+        real &= ~only_graph[own] | (numbers[other] == numbers[own])
+        return real
+
+    found = np.full(len(gpu.starts), -1, dtype=np.int64)
+    found[looking] = gpu.last_to_end_by(gpu.starts[looking], floor[looking], fits)
     return found
 
 
@@ -237,43 +233,60 @@ ON_HOST, RETURN, HAND_OVER, ON_GPU, DELAY = range(5)
 event runs; the delay between a GPU event's last dependency and its start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Graph:
-    """The dependencies of a window."""
-
-    host: dependencies.HostEvents
-    gpu: dependencies.DeviceEvents
-    causes: Causes
-    joins: dict[int, pl.DataFrame]  # by the number of the thread and time; columns of `_JOINS`
-    main: int  # number of the window's thread
-
-
-@dataclass(slots=True, kw_only=True)
 class Walk:
     """Follows the longest path of a window, from its end backwards."""
 
-    graph: Graph
-    start_ns: int
-    order: Ints
-    """GPU events by stream; in a run each event waited for the one before it on the stream."""
-    position: Ints  # position of each event in `order`
-    head: Ints  # position of the first event of each position's run
-    pieces: list[Ints] = field(default_factory=list)
-    """The last first: kind, where (the thread's number of ON_HOST and HAND_OVER, the call's row of
-    RETURN, else the GPU event), start and end; shape (n, 4) each."""
-    used: set[tuple[int, int]] = field(default_factory=set)
-    jumps: list[bool] = field(default_factory=list)
-    """Of each change between threads and streams, whether it was inferred."""
+    def __init__(
+        self, host: dependencies.HostEvents, gpu: dependencies.DeviceEvents, main: int,
+        start_ns: int,
+    ) -> None:  # fmt: skip
+        self.host, self.gpu, self.main, self.start_ns = host, gpu, main, start_ns
+        self.causes = causes(gpu)
+        # By the number of the thread, in order of time; columns of `_JOINS`.
+        found = chain(_blocking_calls(host, gpu), _between_threads(host, main))
+        parts = [pl.DataFrame(schema=_JOINS)]
+        parts += [pl.DataFrame(dict(zip(_JOINS, each, strict=True)), _JOINS) for each in found]
+        ordered = pl.concat(parts).sort("of", "time", "cause_time", maintain_order=True)
+        self._joins = {int(rows["of"][0]): rows for rows in ordered.partition_by("of")}
+        # GPU events by stream, the place of each there, and the first place of its run: in a run
+        # each event waited for the one before it on the stream.
+        self._order = np.lexsort((np.arange(len(gpu.line)), gpu.line))
+        self._position = np.argsort(self._order)
+        before = np.append(-1, self._order[:-1])[: len(self._order)]
+        follows = self.causes.why[self._order] == STREAM
+        follows &= self.causes.row[self._order] == before
+        self._head = np.maximum.accumulate(np.where(follows, 0, np.arange(len(self._order))))
+        self._pieces: list[Ints] = []
+        """The last first: kind, where (the thread's number of ON_HOST and HAND_OVER, the call's row
+        of RETURN, else the GPU event), start and end; shape (n, 4) each."""
+        self._used: set[tuple[int, int]] = set()
+        self.jumps: list[bool] = []
+        """Of each change between threads and streams, whether it was inferred."""
 
-    def add(self, *piece: int) -> None:
+    def back_from(self, end_ns: int, end_row: int) -> pl.DataFrame:
+        """The path in order of time, without empty segments.
+
+        `end_row` is the GPU event that ends it, or -1.
+        """
+        thread, row, now = -1 if end_row >= 0 else self.main, end_row, end_ns
+        while now > self.start_ns:
+            thread, row, now = (
+                self._along_stream(row, now) if row >= 0 else self._along_thread(thread, now)
+            )
+        whole = pl.DataFrame(np.concatenate(self._pieces[::-1]), orient="row",
+                             schema=["what", "row", "start_ns", "end_ns"])  # fmt: skip
+        whole = whole.with_columns(pl.col("start_ns").clip(self.start_ns))
+        length = pl.col("end_ns") - pl.col("start_ns")
+        return whole.filter(length > 0).select("what", "row", "start_ns", duration_ns=length)
+
+    def _add(self, *piece: int) -> None:
         """Adds one segment."""
-        self.pieces.append(np.array([piece], dtype=np.int64))
+        self._pieces.append(np.array([piece], dtype=np.int64))
 
-    def along_stream(self, row: int, now: int) -> tuple[int, int, int]:
+    def _along_stream(self, row: int, now: int) -> tuple[int, int, int]:
         """Follows a run of GPU events back to what its first event waited for."""
-        gpu, found = self.graph.gpu, self.graph.causes
-        at = int(self.position[row])
-        rows = self.order[int(self.head[at]) : at + 1]
+        gpu, found, at = self.gpu, self.causes, int(self._position[row])
+        rows = self._order[int(self._head[at]) : at + 1]
         begun = int(np.searchsorted(gpu.starts[rows], self.start_ns, side="right")) - 1
         rows = rows[max(begun, 0) :]  # nothing before the window
         ends = np.append(found.time[rows[1:]], now)
@@ -282,63 +295,36 @@ class Walk:
         run = np.empty((2 * len(rows) - 1, 4), np.int64)
         run[::2] = np.column_stack(np.broadcast_arrays(ON_GPU, rows, begins, ends))
         run[1::2] = np.column_stack(np.broadcast_arrays(DELAY, rows[1:], ends[:-1], begins[1:]))
-        self.pieces.append(run)
+        self._pieces.append(run)
         first, now = int(rows[0]), int(begins[0])
         if now <= self.start_ns:
             return -1, -1, self.start_ns
         why, cause, time = (int(each[first]) for each in found)
-        if why == HOST or (-2, first) in self.used:  # at one time again: contradictory timestamps
+        if why == HOST or (-2, first) in self._used:  # at one time again: contradictory timestamps
             self.jumps.append(True)
-            return self.graph.main, -1, now
-        self.used.add((-2, first))
-        self.add(DELAY, first, time, now)
+            return self.main, -1, now
+        self._used.add((-2, first))
+        self._add(DELAY, first, time, now)
         self.jumps.append(why == INFERRED)
         if why == LAUNCH:
-            host = self.graph.host
-            return int(host.thread_of_row[host.row_of_call[cause]]), -1, time
+            return int(self.host.thread_of_row[self.host.row_of_call[cause]]), -1, time
         return -1, cause, time
 
-    def along_thread(self, thread: int, now: int) -> tuple[int, int, int]:
+    def _along_thread(self, thread: int, now: int) -> tuple[int, int, int]:
         """Follows a host thread back to the last point at which it had waited."""
-        joins = self.graph.joins.get(thread)
+        joins = self._joins.get(thread)
         at = -1 if joins is None else joins["time"].search_sorted(now, "right") - 1
-        while at >= 0 and (thread, at) in self.used:
+        while at >= 0 and (thread, at) in self._used:
             at -= 1
         if joins is None or at < 0 or joins["time"][at] <= self.start_ns:
-            self.add(ON_HOST, thread, self.start_ns, now)
+            self._add(ON_HOST, thread, self.start_ns, now)
             return -1, -1, self.start_ns
-        self.used.add((thread, at))
+        self._used.add((thread, at))
         _, went_on, cause, row, other, call, is_assumed = joins.row(at)
-        self.add(ON_HOST, thread, went_on, now)
-        self.add(RETURN if call >= 0 else HAND_OVER, call if call >= 0 else thread, cause, went_on)
+        self._add(ON_HOST, thread, went_on, now)
+        self._add(RETURN if call >= 0 else HAND_OVER, call if call >= 0 else thread, cause, went_on)
         self.jumps.append(is_assumed)
         return other, row, cause
-
-    def path(self) -> pl.DataFrame:
-        """In order of time, cut to the window, without empty ones."""
-        whole = pl.DataFrame(np.concatenate(self.pieces[::-1]), orient="row",
-                             schema=["what", "row", "start_ns", "end_ns"])  # fmt: skip
-        whole = whole.with_columns(pl.col("start_ns").clip(self.start_ns))
-        length = pl.col("end_ns") - pl.col("start_ns")
-        return whole.filter(length > 0).select("what", "row", "start_ns", duration_ns=length)
-
-
-def walk_back(graph: Graph, start_ns: int, end_ns: int, end_row: int) -> Walk:
-    """Walks the critical path of a window; `end_row` is the GPU event that ends it, or -1."""
-    lines, found = graph.gpu.line, graph.causes
-    order = np.lexsort((np.arange(len(lines)), lines))
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.arange(len(order))
-    before = np.append(-1, order[:-1])[: len(order)]
-    follows = (found.why[order] == STREAM) & (found.row[order] == before)
-    head = np.maximum.accumulate(np.where(follows, 0, np.arange(len(order))))
-    walk = Walk(graph=graph, start_ns=start_ns, order=order, position=position, head=head)
-    thread, row, now = (graph.main, -1, end_ns) if end_row < 0 else (-1, end_row, end_ns)
-    while now > start_ns:
-        thread, row, now = (
-            walk.along_stream(row, now) if row >= 0 else walk.along_thread(thread, now)
-        )
-    return walk
 
 
 CPU, DATA, COMPUTE, TALK, COPIES, KERNEL_GAP, LAUNCHING, SYNC, UNEXPLAINED = (
@@ -359,17 +345,17 @@ _OF_KIND = {COMPUTATION: COMPUTE, COMMUNICATION: TALK, MEMORY: COPIES}
 _DELAY_OF = {LAUNCH: LAUNCHING, STREAM: KERNEL_GAP}
 
 
-def segments(graph: Graph, path: pl.DataFrame, data_loading: str) -> pl.DataFrame:
+def segments(walk: Walk, path: pl.DataFrame, data_loading: str) -> pl.DataFrame:
     """A row per segment of a path, in order; columns in `SEGMENTS`."""
     what, row, length = pl.col("what"), pl.col("row").cast(pl.Int64), pl.col("duration_ns")
     name, kind = pl.col("name").cast(pl.String), pl.col("category").cast(pl.String)
     waits = pl.col("name").str.contains(f"{DEVICE_SYNC}|{STREAM_SYNC}")
-    is_work = pl.col("row").is_in(graph.host.rows_named(STEP_NAME)).not_()  # a mark has no name
-    calls = graph.host.frame.with_row_index("row").select(
+    is_work = pl.col("row").is_in(walk.host.rows_named(STEP_NAME)).not_()  # a mark has no name
+    calls = walk.host.frame.with_row_index("row").select(
         row, "event", "pid", "tid", name=pl.when(is_work).then(name),
         kind=pl.when(is_work).then(kind),
     )  # fmt: skip
-    on_host = _cut_at_events(graph, path.filter(what == ON_HOST), data_loading)
+    on_host = _cut_at_events(walk.host, path.filter(what == ON_HOST), data_loading)
     works = on_host.join(calls, on="row", how="left").with_columns(
         bound_by=pl.when(waits.fill_null(value=False)).then(pl.lit(SYNC))
         .when("loading").then(pl.lit(DATA)).otherwise(pl.lit(CPU)),
@@ -381,14 +367,14 @@ def segments(graph: Graph, path: pl.DataFrame, data_loading: str) -> pl.DataFram
     )  # fmt: skip
     # From one thread's last event to the first event of the thread that it started or woke.
     schema = {"pid": pl.Int64, "tid": pl.Int64}
-    threads = pl.DataFrame(graph.host.threads, schema=schema, orient="row").with_row_index("row")
+    threads = pl.DataFrame(walk.host.threads, schema=schema, orient="row").with_row_index("row")
     hands = path.filter(what == HAND_OVER).join(threads.with_columns(row), on="row").with_columns(
         bound_by=pl.lit(CPU)
     )  # fmt: skip
     # GPU events, and the delays before them, which carry the event that began late.
-    events = graph.gpu.frame.with_row_index("row").select(
+    events = walk.gpu.frame.with_row_index("row").select(
         row, "event", name, kind, "pid", "tid", "device", "stream", of="kind",
-        why=pl.Series(graph.causes.why, dtype=pl.Int64),
+        why=pl.Series(walk.causes.why, dtype=pl.Int64),
     )  # fmt: skip
     running = what == ON_GPU
     is_late = (length > dependencies.USUAL_DELAY_NS) & (pl.col("why") != LAUNCH)
@@ -407,20 +393,22 @@ def segments(graph: Graph, path: pl.DataFrame, data_loading: str) -> pl.DataFram
     return pl.concat(named, how="diagonal_relaxed").select(types).sort("start_ns")
 
 
-def _cut_at_events(graph: Graph, stretches: pl.DataFrame, data_loading: str) -> pl.DataFrame:
+def _cut_at_events(
+    host: dependencies.HostEvents, stretches: pl.DataFrame, data_loading: str
+) -> pl.DataFrame:
     """Cuts host time at every start and end of an event; each piece is its innermost event's."""
-    tree, pieces = graph.host.tree, [pl.DataFrame(schema=_PIECES)]
+    tree, pieces = host.tree, [pl.DataFrame(schema=_PIECES)]
     for (thread,), own in stretches.group_by("row", maintain_order=True):
-        rows, starts = graph.host.rows_of(int(str(thread))), own["start_ns"].to_numpy()
+        rows, starts = host.rows_of(int(str(thread))), own["start_ns"].to_numpy()
         edges = np.unique(np.concatenate([tree.starts[rows], tree.ends[rows]]))
         cut = split(starts, starts + own["duration_ns"].to_numpy(), edges)
-        pid, tid = graph.host.threads[int(str(thread))]
+        pid, tid = host.threads[int(str(thread))]
         values = (pid, tid, cut.of, cut.starts, cut.ends - cut.starts)
         pieces.append(pl.DataFrame(dict(zip(_PIECES, values, strict=True)), schema=_PIECES))
     whole = pl.concat(pieces)
     row = innermost(tree, whole)
     is_loading = np.zeros(len(tree.parent), dtype=np.bool_)
-    is_loading[graph.host.rows_named(data_loading)] = True
+    is_loading[host.rows_named(data_loading)] = True
     whole = whole.with_columns(
         row=pl.Series(row, dtype=pl.Int64), loading=pl.Series(tree.climb(row, is_loading) >= 0)
     )
@@ -520,13 +508,7 @@ def critical_path(
     """
     host = dependencies.HostEvents(trace)
     window = find_window(trace, host, steps=steps, annotation=annotation, instance=instance)
-    gpu, main = dependencies.device_events(trace), host.number_of(window.thread)
-    found = chain(_blocking_calls(host, gpu), _between_threads(host, main))
-    parts = [pl.DataFrame(schema=_JOINS)]
-    parts += [pl.DataFrame(dict(zip(_JOINS, each, strict=True)), schema=_JOINS) for each in found]
-    ordered = pl.concat(parts).sort("of", "time", "cause_time", maintain_order=True)
-    joins = {int(rows["of"][0]): rows for rows in ordered.partition_by("of")}
-    graph = Graph(host=host, gpu=gpu, causes=causes(gpu), joins=joins, main=main)
+    gpu = dependencies.device_events(trace)
     # It ends with the host, or with the GPU event launched within it that ends after that.
     own = np.flatnonzero((gpu.launched >= window.start_ns) & (gpu.launched < window.host_end_ns))
     last = int(own[np.argmax(gpu.ends[own])]) if len(own) else -1
@@ -535,8 +517,8 @@ def critical_path(
     end_ns = window.host_end_ns if end_row < 0 else int(gpu.ends[last])
     if end_ns <= window.start_ns:
         raise MissingDataError(f"{trace.path}: no time passes in {window.label}")
-    walk = walk_back(graph, window.start_ns, end_ns, end_row)
-    rows = segments(graph, walk.path(), data_loading)
+    walk = Walk(host, gpu, host.number_of(window.thread), window.start_ns)
+    rows = segments(walk, walk.back_from(end_ns, end_row), data_loading)
     jumps, assumed = len(walk.jumps), sum(walk.jumps)
     unsure = assumed or (rows["bound_by"] == UNEXPLAINED).any()
     return CriticalPath(
@@ -552,45 +534,37 @@ def _caveats(
     rows: pl.DataFrame, slack_ns: int | None,
 ) -> list[str]:  # fmt: skip
     """What readers must know; `slack_ns` is how long before the host the GPU was done."""
-    jumps, assumed = counts
-    found = list(gpu.trace.report.notes)
+    found = gpu.trace.report.notes
     if not len(gpu.starts):
         return [*found, "no GPU events in the trace: the path is the host's"]
-    if assumed:
-        unsynced = "" if gpu.trace.sync.height else (
-            ": the trace has no sync events "
-            "(experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True))"
-        )  # fmt: skip
-        found.append(f"{assumed} of {jumps} dependencies on the path are assumed{unsynced}")
-    if end_ns > window.host_end_ns:
-        found.append(
-            f"the GPU worked {duration_text(end_ns - window.host_end_ns)} longer than the window "
-            "on the host"
-        )
-    if slack_ns and 0 < slack_ns < _NEAR_TIE_RATIO * (end_ns - window.start_ns):
-        found.append(
-            f"the GPU was done only {duration_text(slack_ns)} before the host: its work is almost "
-            "as critical"
-        )
+    jumps, assumed = counts
+    unsynced = "" if gpu.trace.sync.height else (
+        ": the trace has no sync events "
+        "(experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True))"
+    )  # fmt: skip
     events = gpu.frame["event"].to_numpy()[gpu.launched < window.start_ns]
     earlier = pl.col("event").is_in(pl.Series(events).implode()) & pl.col("device").is_not_null()
-    if early := int(rows.filter(earlier)["duration_ns"].sum()):
-        found.append(f"{duration_text(early)} are GPU work that was launched before the window")
-    early_ns = gpu.launched - gpu.starts
-    if skewed := int((early_ns > 0).sum()):
-        found.append(
-            f"{skewed} GPU events began up to {duration_text(int(early_ns.max()))} before their "
-            "launch: the clocks of host and GPU differ"
-        )
+    early, early_ns = int(rows.filter(earlier)["duration_ns"].sum()), gpu.launched - gpu.starts
+    longer_ns, skewed = end_ns - window.host_end_ns, int((early_ns > 0).sum())
+    is_tie = slack_ns and 0 < slack_ns < _NEAR_TIE_RATIO * (end_ns - window.start_ns)
     by_cause = dict(rows.group_by("bound_by").agg(pl.col("duration_ns").sum()).iter_rows())
-    if by_cause.get(TALK):
-        found.append("communication includes waiting for other ranks; one rank's trace cannot tell")
-    if by_cause.get(UNEXPLAINED):
-        found.append(
-            f"{duration_text(by_cause[UNEXPLAINED])} passed before GPU events that were launched "
-            "and whose stream was free: they waited for something that is not in the trace"
-        )
-    return found
+    unexplained = by_cause.get(UNEXPLAINED, 0)
+    counted = (
+        (assumed, f"{assumed} of {jumps} dependencies on the path are assumed{unsynced}"),
+        (longer_ns > 0,
+         f"the GPU worked {duration_text(longer_ns)} longer than the window on the host"),
+        (is_tie, f"the GPU was done only {duration_text(slack_ns)} before the host: its work is "
+                 "almost as critical"),
+        (early, f"{duration_text(early)} are GPU work that was launched before the window"),
+        (skewed, f"{skewed} GPU events began up to {duration_text(int(early_ns.max()))} before "
+                 "their launch: the clocks of host and GPU differ"),
+        (by_cause.get(TALK),
+         "communication includes waiting for other ranks; one rank's trace cannot tell"),
+        (unexplained, f"{duration_text(unexplained)} passed before GPU events that were launched "
+                      "and whose stream was free: they waited for something that is not in the "
+                      "trace"),
+    )  # fmt: skip
+    return [*found, *(note for is_so, note in counted if is_so)]
 
 
 CATEGORY = "critical_path"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -91,14 +91,21 @@ class DeviceEvents:
 
     def latest_within(self, starts: Ints, ends: Ints) -> Ints:
         """The event that ended last within each call and was launched before it; or -1."""
+        return self.last_to_end_by(ends, starts, lambda row, at: self.launched[row] < starts[at])
+
+    def last_to_end_by(self, until: Ints, since: Ints, fits: Callable[[Ints, Ints], Bools]) -> Ints:
+        """The event that ended last between two times of each, and of which `fits(event, place)`.
+
+        -1 where there is none among the last few.
+        """
         by_end = np.argsort(self.ends, kind="stable")
-        found = np.full(len(starts), -1, dtype=np.int64)
-        looking = np.arange(len(starts))
-        at = np.searchsorted(self.ends[by_end], ends, side="right") - 1
+        found = np.full(len(until), -1, dtype=np.int64)
+        looking = np.arange(len(until))
+        at = np.searchsorted(self.ends[by_end], until, side="right") - 1
         for _ in range(_TRIES):
             row = by_end[np.maximum(at, 0)]
-            inside = (at >= 0) & (self.ends[row] > starts[looking])
-            real = inside & (self.launched[row] < starts[looking])
+            inside = (at >= 0) & (self.ends[row] > since[looking])
+            real = inside & fits(row, looking)
             found[looking[real]] = row[real]
             going = inside & ~real
             looking, at = looking[going], at[going] - 1
