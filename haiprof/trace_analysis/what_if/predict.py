@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,8 +78,7 @@ def times(plan: Plan, lengths: Ints, delays: Ints | None = None) -> Ints:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(NamedTuple):
     """The graphs of all ranks as one; point 0 is the beginning."""
 
     plan: Plan
@@ -86,17 +86,10 @@ class Job:
     caused_ns: Ints
     """When a host caused each point to be reached, shape (points,); of a loader's workers never."""
     lengths: Ints  # ns of each edge as it was and with each change, shape (edges, 1 + changes)
-    begun_ns: int  # when the last rank began its first step, ns since the first one did
-    bounds_ns: Ints
-    """Of the rank that waits longest for its loader's workers, or began last: see `RankGraph`."""
-    by_batches: bool  # whether the loader's workers limit the step: `bounds_ns` are of batches
-    step_count: int
-    held_counts: tuple[int, ...]
+    held_counts: list[int]
     """Communication kernels that each change is about, and cannot change."""
-    counts: dict[str, int]
-    """`collective_count`, of which waiting and transfer are told apart; `unmatched_count`, kernels
-    of communication that take as long as they took, waiting included; `apart_count`, threads that
-    keep their times; `ahead_count`, ranks whose loader's workers always had a batch ready."""
+    collective_count: int  # of which waiting and transfer are told apart
+    unmatched_count: int  # communication kernels that take as long as they took, with waiting
 
 
 def join_ranks(
@@ -104,12 +97,6 @@ def join_ranks(
     offsets: Mapping[int, int], collectives: pl.DataFrame,
 ) -> Job:  # fmt: skip
     """One graph of all ranks."""
-    counts = {graph.step_count for graph in graphs.values()}
-    if len(counts) > 1:
-        raise MissingDataError(
-            f"trace what-if: ranks have from {min(counts)} to {max(counts)} profiler steps",
-            hint="name steps that all of them have",
-        )
     times, caused, edges, lengths = _side_by_side(graphs, offsets)
     # Kernels of collectives whose waiting is known and that are in the window on every rank.
     # `collective` (from 0), `rank`, `edge`, `launch_ns`, `kind`, `name`.
@@ -131,25 +118,9 @@ def join_ranks(
     met = [np.any([_meets(part, named) for part in change.parts or (change,)], axis=0)
            for change in changes]  # fmt: skip
     plan, arrived, lengths = _with_collectives(times, edges, lengths, members, changes)
-    begins = {rank: each.begins_ns - offsets.get(rank, 0) for rank, each in graphs.items()}
-    leading = max(graphs, key=lambda rank: (graphs[rank].waited_ns, begins[rank]))
-    bounds_ns = graphs[leading].bounds_ns - offsets.get(leading, 0)
-    return Job(
-        plan=plan,
-        times=np.concatenate([times, arrived]),
-        caused_ns=np.concatenate([caused, arrived]),
-        lengths=lengths,
-        begun_ns=max(begins.values()) - min(begins.values()),
-        bounds_ns=bounds_ns - min(begins.values()),
-        by_batches=graphs[leading].waited_ns > 0,
-        step_count=counts.pop(),
-        held_counts=tuple(int(np.count_nonzero(each)) for each in met),
-        counts={
-            "collective_count": len(arrived), "unmatched_count": talks.height - members.height,
-            "apart_count": sum(each.apart_count for each in graphs.values()),
-            "ahead_count": sum(each.workers_ahead for each in graphs.values()),
-        },
-    )  # fmt: skip
+    times, caused = (np.concatenate([each, arrived]) for each in (times, caused))
+    counts = [int(np.count_nonzero(each)) for each in met]
+    return Job(plan, times, caused, lengths, counts, len(arrived), talks.height - members.height)
 
 
 def _side_by_side(
@@ -289,7 +260,15 @@ def predictions(
     offsets: Mapping[int, int], collectives: pl.DataFrame,
 ) -> pl.DataFrame:  # fmt: skip
     """Step time as measured, as reproduced, and with each change."""
-    job = join_ranks(graphs, waits, changes, offsets, collectives)
+    counts = {graph.step_count for graph in graphs.values()}
+    if len(counts) > 1:
+        raise MissingDataError(
+            f"trace what-if: ranks have from {min(counts)} to {max(counts)} profiler steps",
+            hint="name steps that all of them have",
+        )
+    job, step_count = join_ranks(graphs, waits, changes, offsets, collectives), counts.pop()
+    begins = {rank: each.begins_ns - offsets.get(rank, 0) for rank, each in graphs.items()}
+    first_ns, begun_ns = min(begins.values()), max(begins.values()) - min(begins.values())
     # How much later each point was than its dependencies explain, shape (points, 1).
     never = np.iinfo(np.int64).min
     latest = np.full(job.plan.point_count, never)
@@ -297,21 +276,24 @@ def predictions(
     np.maximum.at(latest, job.plan.targets, along)
     delays = np.where(latest > never, np.maximum(job.times - latest, 0), 0)[:, None]
     reached = times(job.plan, job.lengths, delays)
-    spans = reached.max(axis=0) - job.begun_ns
-    explained = int(times(job.plan, job.lengths[:, :1]).max()) - job.begun_ns
-    measured = int(job.times.max()) - job.begun_ns
+    spans = reached.max(axis=0) - begun_ns
+    explained = int(times(job.plan, job.lengths[:, :1]).max()) - begun_ns
+    measured = int(job.times.max()) - begun_ns
     if measured <= 0:
         raise MissingDataError("trace what-if: no time passes in the steps of the traces")
     reproduced = int(spans[0])
-    step_ns = reproduced / job.step_count
+    step_ns = reproduced / step_count
     error_ratio, unexplained_ratio = reproduced / measured - 1, 1 - explained / measured
-    # Time in ns from bound to bound, shape (bounds - 1, 1 + changes). A bound is reached when the
-    # host is there and all that it launched before has run.
+    # Time in ns from bound to bound, shape (bounds - 1, 1 + changes): of the rank that waits most
+    # for its loader's workers, or began last. A bound is reached when the host is there, and all
+    # that it launched before has run.
+    leading = max(graphs, key=lambda rank: (graphs[rank].waited_ns, begins[rank]))
+    bounds_ns = graphs[leading].bounds_ns - offsets.get(leading, 0) - first_ns
     order = np.argsort(job.caused_ns, kind="stable")
-    at = np.searchsorted(job.caused_ns[order], job.bounds_ns, side="right") - 1
+    at = np.searchsorted(job.caused_ns[order], bounds_ns, side="right") - 1
     steps: Ints = np.diff(np.maximum.accumulate(reached[order], axis=0)[at], axis=0)
     covered = steps[:, 0].sum() / spans[0]
-    by_batches = job.by_batches and len(steps) > 1 and covered >= _LEAST_PART
+    by_batches = graphs[leading].waited_ns > 0 and len(steps) > 1 and covered >= _LEAST_PART
     sums = steps.sum(axis=0) if by_batches else spans
     rows = []
     for column, change in enumerate(changes, start=1):
@@ -320,13 +302,16 @@ def predictions(
             value, steps[:, column], steps[:, 0], abs(error_ratio), unexplained_ratio
         )
         rows.append({
-            "change": str(change), "measured_step_ns": round(measured / job.step_count),
+            "change": str(change), "measured_step_ns": round(measured / step_count),
             "reproduced_step_ns": round(step_ns), "error_ratio": error_ratio,
             "unexplained_ratio": unexplained_ratio, "predicted_step_ns": round(value * step_ns),
             "low_step_ns": None if low is None else round(low * step_ns),
             "high_step_ns": None if high is None else round(high * step_ns),
             "saved_ratio": 1 - value, "shortened_ns": int((job.lengths[:, 0] - lengths).sum()),
             "changed_count": int((job.lengths[:, 0] != lengths).sum()),
-            "held_count": job.held_counts[column - 1], **job.counts,
+            "held_count": job.held_counts[column - 1], "collective_count": job.collective_count,
+            "unmatched_count": job.unmatched_count,
+            "apart_count": sum(each.apart_count for each in graphs.values()),
+            "ahead_count": sum(each.workers_ahead for each in graphs.values()),
         })  # fmt: skip
     return pl.DataFrame(rows, schema=PREDICTIONS_SCHEMA)
