@@ -202,8 +202,7 @@ def _device_line(
     # later one was lost.
     linked = gpu.select("stream", linked=pl.Series((row >= 0).astype(np.int64)))
     seen = linked.select(pl.col("linked").cum_max().over("stream")).to_series().to_numpy() > 0
-    blocking = _blocking_calls(host, gpu, row)
-    times = [*lines, *_idle_lines(host, gaps, starts, calls, row, seen, blocking)]
+    times = [*lines, *_idle_lines(host, gpu, gaps, calls, row, seen)]
     return _Time(*(np.concatenate(column) for column in zip(*times, strict=True)))
 
 
@@ -241,28 +240,24 @@ def _event_activities(
     return np.array([describe(*key) for key in keys], dtype=object)
 
 
-def _blocking_calls(host: Host, gpu: pl.DataFrame, row: Ints) -> Ints:
-    """Rows of calls that return only when the GPU is done: by their names, or copies by times."""
-    known = np.flatnonzero(host.is_call & host.has_name(f"{BLOCKING}|{FREE}"))
-    ends = (gpu["ts_ns"] + gpu["dur_ns"]).to_numpy()
-    paged = ~gpu["name"].cast(pl.String).str.contains(_NEVER_BLOCKS)
-    copies = (paged & (gpu["kind"] == MEMORY)).to_numpy() & (row >= 0)
-    copies[copies] = host.tree.ends[row[copies]] >= ends[copies]
-    works = np.isin(host.thread, np.append(host.thread[row[row >= 0]], host.main))
-    every: Ints = np.unique(np.concatenate([known, row[copies]]))
-    return every[works[every]]
-
-
 def _idle_lines(
-    host: Host, gaps: Intervals, starts: Ints, calls: tuple[Ints, Ints], row: Ints, seen: Bools,
-    blocking: Ints,
-) -> list[_Time]:  # fmt: skip
+    host: Host, gpu: pl.DataFrame, gaps: Intervals, calls: tuple[Ints, Ints], row: Ints, seen: Bools
+) -> list[_Time]:
     """What the host did while the device was idle: late until the next event's launch returned.
 
     A wait for the device as that became idle has as much of the gap as it lasted.
     """
-    # Of each event in order: `starts`, begin and end of its launch (`calls`), that one's `row` in
-    # the host's tree, or -1, and whether a launch up to it on its stream is in the trace (`seen`).
+    # Calls that return only when the GPU is done: by their names, or copies by times.
+    known = np.flatnonzero(host.is_call & host.has_name(f"{BLOCKING}|{FREE}"))
+    starts, ends = gpu["ts_ns"].to_numpy(), (gpu["ts_ns"] + gpu["dur_ns"]).to_numpy()
+    paged = ~gpu["name"].cast(pl.String).str.contains(_NEVER_BLOCKS)
+    copies = (paged & (gpu["kind"] == MEMORY)).to_numpy() & (row >= 0)
+    copies[copies] = host.tree.ends[row[copies]] >= ends[copies]
+    works = np.isin(host.thread, np.append(host.thread[row[row >= 0]], host.main))
+    blocking = np.unique(np.concatenate([known, row[copies]]))
+    blocking = blocking[works[blocking]]
+    # Of each event in order: begin and end of its launch (`calls`), that one's `row` in the host's
+    # tree, or -1, and whether a launch up to it on its stream is in the trace (`seen`).
     after = np.searchsorted(starts, gaps.ends, side="left")
     last = after >= len(starts)
     at = np.where(last, 0, after)

@@ -171,8 +171,9 @@ class _Traces(RankTraces):
     def ledger(self, options: Mapping[str, Any], progress: Progress | None = None) -> DeviceLedger:
         """The ledger of all of them."""
         paths = [file.path for file in self.files.values()]
-        ranks = dict(zip(self.files, self._ask(rank_ledger, paths, {}, progress), strict=True))
-        operators = self._ask(rank_operators, paths, options, progress)
+        ledgers = self._pool.map(rank_ledger, paths, {}, progress)
+        ranks = dict(zip(self.files, ledgers, strict=True))
+        operators = self._pool.map(rank_operators, paths, options, progress)
         rows = with_rank((rank, each.rows) for rank, each in ranks.items())
         if rows.is_empty() or all(each.has_no_step for each in ranks.values()):
             for path, cut in zip(paths, (each.cut for each in ranks.values()), strict=True):
@@ -276,13 +277,10 @@ def _as_ledger(
     rows: pl.DataFrame, ranks: Mapping[int, RankLedger], parts: Mapping[int, RankOperators],
     unknown: list[str],
 ) -> DeviceLedger:  # fmt: skip
-    lanes = [(rank, device) for rank, each in ranks.items() for device in each.devices]
-    steps = {rank: each.steps for rank, each in ranks.items()}
-    lengths = {
-        rank: (frame["end_ns"] - frame["start_ns"]).to_numpy() for rank, frame in steps.items()
-    }
-    count = sum(len(lengths[rank]) for rank, _ in lanes)
-    total = sum(int(lengths[rank].sum()) for rank, _ in lanes)
+    steps = with_rank((rank, each.steps) for rank, each in ranks.items())
+    times = _Steps(ranks, steps)
+    of_lanes = times.lanes.join(steps, on="rank")  # each step once per device of its rank
+    count, total = len(of_lanes), int((of_lanes["end_ns"] - of_lanes["start_ns"]).sum())
     placed = with_place(rows, least_ns=_SMALL_RATIO * total)
     small = pl.col("ns").sum().over(_KEY) < _SMALL_RATIO * total
     folded = placed.with_columns(pl.when(~small).then(name).alias(name) for name in _KEY[2:])
@@ -290,7 +288,6 @@ def _as_ledger(
         pl.col("ns").sum(), pl.col("rank").unique().sort().alias("ranks")
     ).sort(-pl.col("ns"), *_KEY[:2]).with_row_index("account")  # fmt: skip
     numbered = folded.join(keys.select("account", *_KEY), on=_KEY, nulls_equal=True)
-    times = _Steps(lanes, steps)
     cube = times.cube(numbered, len(keys))
     peers = np.flatnonzero((keys["activity"] == PEER).to_numpy())
     own = times.length - cube[peers].sum(axis=0)
@@ -300,13 +297,11 @@ def _as_ledger(
     gains = np.array([account.gain_ns for account in accounts])
     order = np.argsort(-gains, kind="stable")  # the others stay by their time
     by_position = keys.group_by("position").agg(pl.col("ns").sum()).iter_rows()
-    is_on_device = any(device != HOST_LANE for _, device in lanes)
-    own_ns = np.concatenate([steps[rank]["own_ns"].to_numpy() for rank, _ in lanes])
-    marked = [frame.filter(pl.col("number").is_not_null())["mark_ns"] for frame in steps.values()]
+    is_on_device = bool((times.lanes["device"] != HOST_LANE).any())
     ledger = Ledger(
         mean_ns=total / count,
-        median_ns=float(np.median(own_ns)),
-        count=max(len(each) for each in lengths.values()),
+        median_ns=float(np.median(of_lanes["own_ns"].to_numpy())),
+        count=max(len(each.steps) for each in ranks.values()),
         residual_ns=(total - int(keys["ns"].sum())) / count,
         positions={position: ns / count for position, ns in sorted(by_position)},
         accounts=tuple(accounts[at] for at in order),
@@ -314,7 +309,8 @@ def _as_ledger(
         rests_on=_rests_on(ranks, is_on_device=is_on_device),
         missing=tuple(_missing(ranks, unknown, is_on_device=is_on_device)),
     )
-    marks, computing = pl.concat(marked), with_rank((r, each.rows) for r, each in parts.items())
+    marks = steps.drop_nulls("number")["mark_ns"]
+    computing = with_rank((rank, each.rows) for rank, each in parts.items())
     works = pl.col("activity").str.contains(f"^(?:{COMPUTE}|{host_activity.OPERATORS}: )")
     chain = pl.concat_str("code", "operator", separator="\n", ignore_nulls=True)
     summed = rows.filter(works).group_by(chain, maintain_order=True).agg(pl.col("ns").sum())
@@ -425,15 +421,15 @@ def _uneven(rows: pl.DataFrame, times: _Steps, own: Ints) -> tuple[UnevenOperato
 class _Steps:
     """The steps that all ranks have, as a table of devices (rank and device) by steps."""
 
-    def __init__(self, lanes: list[tuple[int, int]], steps: dict[int, pl.DataFrame]) -> None:
-        schema = {"rank": pl.Int64, "device": pl.Int64}
-        self.lanes = pl.DataFrame(lanes, schema=schema, orient="row").with_columns(
-            lane=pl.int_range(pl.len(), dtype=pl.Int64)
-        )
-        every = with_rank(steps.items())
+    def __init__(self, ranks: Mapping[int, RankLedger], steps: pl.DataFrame) -> None:
+        lanes = [(rank, device) for rank, each in ranks.items() for device in each.devices]
+        self.lanes = pl.DataFrame(
+            [(*place, lane) for lane, place in enumerate(lanes)],
+            schema=dict.fromkeys(("rank", "device", "lane"), pl.Int64), orient="row",
+        )  # fmt: skip
         for key in ("number", "step"):  # windows of other steps: the nth is compared with the nth
-            is_common = pl.col("rank").n_unique().over(key) == len(steps)
-            common = every.drop_nulls(key).filter(is_common)
+            is_common = pl.col("rank").n_unique().over(key) == len(ranks)
+            common = steps.drop_nulls(key).filter(is_common)
             if len(common):
                 break
         placed = common.with_columns(at=pl.col(key).rank("dense").cast(pl.Int64) - 1)
@@ -533,26 +529,22 @@ def _missing(
     ranks: Mapping[int, RankLedger], unknown: list[str], *, is_on_device: bool
 ) -> list[str]:
     """What the traces lack, each with what would bring it."""
-    found = []
     bare = [rank for rank, each in ranks.items() if not each.has_stacks]
-    if bare:
-        who = "" if len(bare) == len(ranks) else f" of {ranks_text(bare)}"
-        found.append(f"lines of code{who}: recorded without with_stack=True")
-    if unknown:
-        found.append(f"waiting for peers in collectives: {'; '.join(unknown)}")
-    if any(each.steps["number"].null_count() for each in ranks.values()):
-        found.append(
-            "steps: no whole one is marked (profiler.step()), all that was recorded counts as one"
-        )
-    elif max(len(each.steps) for each in ranks.values()) == 1:
-        found.append("spread over steps: there is one whole step, and it takes several")
+    who = "" if len(bare) in (0, len(ranks)) else f" of {ranks_text(bare)}"
+    unmarked = any(each.steps["number"].null_count() for each in ranks.values())
+    is_one = max(len(each.steps) for each in ranks.values()) == 1
     lost = sum(each.kernel_count - each.linked_count for each in ranks.values())
-    if lost and is_on_device:
-        found.append(
-            f"launches of {lost} GPU events (launched before the window, as a rule): they have the "
-            "position of their neighbours"
-        )
-    return found
+    counted = (
+        (bare, f"lines of code{who}: recorded without with_stack=True"),
+        (unknown, f"waiting for peers in collectives: {'; '.join(unknown)}"),
+        (unmarked,
+         "steps: no whole one is marked (profiler.step()), all that was recorded counts as one"),
+        (is_one and not unmarked,
+         "spread over steps: there is one whole step, and it takes several"),
+        (lost and is_on_device, f"launches of {lost} GPU events (launched before the window, as a "
+                                "rule): they have the position of their neighbours"),
+    )  # fmt: skip
+    return [note for is_so, note in counted if is_so]
 
 
 def device_document(found: DeviceLedger) -> dict[str, Any]:

@@ -207,7 +207,7 @@ class TraceQuestions(RankTraces):
             return patterns_of_files(paths, steps, geometry=geometry)
         options = {"steps": steps, "geometry": geometry}
         answers = cached_patterns(
-            paths, options, lambda left: self._ask(worker_pattern, left, options, progress)
+            paths, options, lambda left: self._pool.map(worker_pattern, left, options, progress)
         )
         return gather_patterns(dict(zip(self.files, answers, strict=True)))
 
@@ -303,7 +303,7 @@ class TraceQuestions(RankTraces):
         from haiprof.trace_analysis.what_if.replay import rank_graph
 
         paths = [file.path for file in self.files.values()]
-        graphs = self._ask(rank_graph, paths, {"steps": steps, "changes": changes})
+        graphs = self._pool.map(rank_graph, paths, {"steps": steps, "changes": changes})
         waits, clocks, kernels = self._arrivals(None)
         ahead = dict(clocks.filter("corrected").select("rank", "offset_ns").rows())
         by_rank = dict(zip(self.files, graphs, strict=True))

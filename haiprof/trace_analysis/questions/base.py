@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, update_wrapper
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec
 
 import polars as pl
 
@@ -16,12 +16,11 @@ from haiprof.trace_analysis.arrivals import arrivals
 from haiprof.trace_analysis.collectives import collective_kernels, match_collectives
 from haiprof.trace_analysis.device_time import Steps, with_rank
 from haiprof.trace_analysis.files import TraceFile, check_frame, load_frame, trace_file
-from haiprof.trace_analysis.pool import Pool, Progress, Question, Serial, default_pool
+from haiprof.trace_analysis.pool import Pool, Question, Serial, default_pool
 from haiprof.trace_format.find import by_rank, is_reduced_to_functions, window_files
 from haiprof.trace_format.kineto.rank_trace import Trace
 
 NamedFiles = Mapping[int, Path] | tuple[Path, ...]  # files by rank, or files that state their ranks
-_Result = TypeVar("_Result")
 _Options = ParamSpec("_Options")
 
 
@@ -42,7 +41,11 @@ class RankTraces:
         self.path = Path(path)
         self._named = named
         self._window = window
-        self._pool = pool
+        self._given_pool = pool
+
+    @cached_property
+    def _pool(self) -> Pool:
+        return self._given_pool or default_pool(self.paths())
 
     def _arrivals(self, steps: Steps) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
         """Each rank's part in each collective, the ranks' clocks, and the kernels behind both."""
@@ -70,7 +73,7 @@ class RankTraces:
             from haiprof.trace_analysis.function_patterns import read_pattern
 
             return by_rank(read_pattern(path)[1] for path in paths)
-        found = self._ask(trace_file, paths, {})
+        found = self._pool.map(trace_file, paths, {})
         files = [replace(f, path=path) for f, path in zip(found, paths, strict=True)]
         if isinstance(self._named, Mapping):
             files = [replace(f, rank=rank) for rank, f in zip(self._named, files, strict=True)]
@@ -127,7 +130,7 @@ class RankTraces:
         """
         asked = list(self.files) if ranks is None else list(ranks)
         paths = [self.file_of(rank).path for rank in asked]
-        return with_rank(zip(asked, self._ask(question, paths, options), strict=True))
+        return with_rank(zip(asked, self._pool.map(question, paths, options), strict=True))
 
     def file_of(self, rank: int) -> TraceFile:
         """The file of a rank.
@@ -141,15 +144,6 @@ class RankTraces:
                 f"{self.path}: no trace of rank {rank}", hint=f"it has rank {known}"
             )
         return self.files[rank]
-
-    def _ask(
-        self, question: Question[_Result], paths: Sequence[Path], options: Mapping[str, Any],
-        progress: Progress | None = None,
-    ) -> list[_Result]:  # fmt: skip
-        """The answer of each file, in order."""
-        if self._pool is None:
-            self._pool = default_pool(self.paths())
-        return self._pool.map(question, paths, options, progress)
 
 
 def of_each_rank(
