@@ -191,11 +191,10 @@ class Stacks(NamedTuple):
     threads: pl.DataFrame  # `pid` and `tid` by code
 
 
-def stacks(spans: pl.DataFrame, parent: Ints) -> Stacks | None:
-    """Numbers the distinct stacks of spans, which are by thread; None if one calls itself."""
+def stacks(spans: pl.DataFrame, parent: Ints) -> Stacks:
+    """Numbers the distinct stacks of spans, which are by thread; none may enclose itself."""
     depth = depths(parent)
-    if depth is None:
-        return None
+    assert depth is not None, "callers are resolved before"
     (code, names), of_thread = name_codes(spans["name"]), thread_numbers(spans)
     of_call = np.full(len(parent), -1, dtype=np.int64)
     count = int(code.max(initial=0)) + 1

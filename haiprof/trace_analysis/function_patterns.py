@@ -123,7 +123,6 @@ def stack_times(
         lambda begin, end: end - begin, lambda begin, end: covered_lengths(free, begin, end),
     )  # fmt: skip
     found = call_tree.stacks(tree.spans, tree.parent)
-    assert found is not None, "what encloses a span comes before it"
     late = tree.starts + tree.spans["dur_ns"].to_numpy() > window.start
     rows = pl.DataFrame(
         {"stack": found.of_call, "dur": ends - starts, "own": own, "lone": lone}

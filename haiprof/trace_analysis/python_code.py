@@ -76,10 +76,8 @@ def _calls(trace: Trace, steps: Steps) -> tuple[pl.DataFrame, call_tree.Stacks]:
     starts = spans["ts_ns"].to_numpy()
     ends = starts + spans["dur_ns"].to_numpy()
     parent = _recorded_parents(spans, starts, ends)
-    if parent is None or (found := call_tree.stacks(spans, parent)) is None:
-        parent = call_tree.nest(spans).parent
-        found = call_tree.stacks(spans, parent)
-        assert found is not None, "what encloses a span comes before it"
+    parent = call_tree.nest(spans).parent if parent is None else parent
+    found = call_tree.stacks(spans, parent)
     # Of each call: total and own time, and the parts of them outside GPU work.
     window, begun = union(starts, ends), np.ones(len(starts), dtype=np.int64)
     if steps is not None:
@@ -110,7 +108,8 @@ def _recorded_parents(spans: pl.DataFrame, starts: Ints, ends: Ints) -> Ints | N
     inner = np.flatnonzero(parent >= 0)
     above, thread = parent[inner], call_tree.thread_numbers(spans)
     fits = (thread[above] == thread[inner]) & (starts[above] <= starts[inner])
-    return parent if (fits & (ends[inner] <= ends[above])).all() else None
+    fits &= ends[inner] <= ends[above]  # several calls of one time may name each other
+    return parent if fits.all() and call_tree.depths(parent) is not None else None
 
 
 def _add_ratios(found: pl.DataFrame, *, has_gpu: bool) -> pl.DataFrame:
