@@ -100,10 +100,19 @@ def collective_waits(kernels: pl.DataFrame) -> pl.DataFrame:
     )
     last = pl.col("start_ns").max().over("collective")
     lasts = (pl.col("start_ns") == last).sum().over("collective")
+    ended = pl.col("end_ns").min().over("collective")
+    why = (  # waiting and transfer cannot be separated
+        pl.when(pl.col("group_size").is_null()).then(pl.lit("size of the group not recorded"))
+        .when(pl.col("rank_count") < pl.col("group_size"))
+        .then(pl.format("{} of {} ranks traced", "rank_count", "group_size"))
+        .when(~pl.col("kind").is_in(SYNCHRONISING))
+        .then(pl.lit("ranks may leave before others enter"))
+        .when(ended < last).then(pl.lit("a rank ends before another starts: clocks differ"))
+    )  # fmt: skip
     timed = known.with_columns(
         late_ns=pl.col("start_ns") - pl.col("start_ns").min().over("collective"),
         wait_ns=last - pl.col("start_ns"), transfer_ns=pl.col("end_ns") - last,
-        arrived_last=(pl.col("start_ns") == last) & (lasts == 1), missing=_why_not(),
+        arrived_last=(pl.col("start_ns") == last) & (lasts == 1), missing=why,
     )  # fmt: skip
     return timed.with_columns(
         pl.when(pl.col("missing").is_null()).then(pl.col(name)).alias(name)
@@ -118,20 +127,6 @@ def arrivals(kernels: pl.DataFrame, hosts: pl.DataFrame) -> tuple[pl.DataFrame, 
     """
     clocks = host_offsets(clock_offsets(kernels), hosts)
     return collective_waits(on_one_clock(kernels, clocks)), clocks
-
-
-def _why_not() -> pl.Expr:
-    """Why waiting and transfer cannot be separated; null where they can."""
-    synchronising = pl.col("kind").is_in(SYNCHRONISING)
-    ended = pl.col("end_ns").min().over("collective")
-    possible = ended >= pl.col("start_ns").max().over("collective")
-    return (
-        pl.when(pl.col("group_size").is_null()).then(pl.lit("size of the group not recorded"))
-        .when(pl.col("rank_count") < pl.col("group_size"))
-        .then(pl.format("{} of {} ranks traced", "rank_count", "group_size"))
-        .when(~synchronising).then(pl.lit("ranks may leave before others enter"))
-        .when(~possible).then(pl.lit("a rank ends before another starts: clocks differ"))
-    )  # fmt: skip
 
 
 def collectives(waits: pl.DataFrame) -> pl.DataFrame:

@@ -298,11 +298,24 @@ def compare_traces(
         slower_probability=compared.greater_probability, p_value=compared.p_value,
         no_p_value_reason=None if compared.p_value is not None else _too_few(before, after),
     )  # fmt: skip
+    # The steps of both jobs in one frame.
+    in_common = bool(set(before.steps) & set(after.steps) - {None})
+    parts = [
+        pl.DataFrame({
+            "place": each.steps if in_common else range(len(each.steps)),
+            f"{word}_step": each.steps, f"{word}_ns": each.step_ns,
+        }, schema_overrides=dict.fromkeys(("place", f"{word}_step"), pl.Int64))
+        for word, each in (("control", before), ("test", after))
+    ]  # fmt: skip
+    joined = parts[0].join(parts[1], on="place", how="full", coalesce=True).sort("place")
     names = _names(before, after, step_time.difference_ns)
     return TraceDiff(
         names=names.sort(pl.col("difference_ns").abs(), "of", "name",
                          descending=[True, False, False], nulls_last=True),
-        steps=_steps(before, after),
+        steps=joined.select(
+            "control_step", "test_step", "control_ns", "test_ns",
+            difference_ns=pl.col("test_ns") - pl.col("control_ns"),
+        ),
         step_time=step_time,
         notes=tuple(_notes(before, after)),
     )  # fmt: skip
@@ -374,8 +387,21 @@ def _names(before: _JobSamples, after: _JobSamples, step_difference_ns: float) -
     likely = [None if one.p_value is None else one.greater_probability for one in compared]
     reasons = [_too_few(before, after) if p is None else None for p in p_values]
     numbers = {"slower_probability": likely, "p_value": p_values, "adjusted_p_value": together}
+    # By counts per step and rank, compared as whole numbers.
+    old, new = (
+        pl.Series(np.nansum(samples.cube(names, "count"), axis=(1, 2)).astype(np.int64))
+        * int(other.recorded.sum())
+        for samples, other in ((before, after), (after, before))
+    )
+    change = (
+        pl.when((old == 0) & (new > 0)).then(pl.lit(ADDED))
+        .when((old > 0) & (new == 0)).then(pl.lit(DELETED))
+        .when(new > old).then(pl.lit(INCREASED))
+        .when(new < old).then(pl.lit(DECREASED))
+        .otherwise(pl.lit(UNCHANGED))
+    )  # fmt: skip
     found = pl.concat([names, control, test], how="horizontal").with_columns(
-        _change(before, after, names),
+        change=change,
         **{name: pl.Series(values, dtype=pl.Float64) for name, values in numbers.items()},
         no_p_value_reason=pl.Series(reasons, dtype=pl.String),
         difference_ns=pl.col("test_ns") - pl.col("control_ns"),
@@ -412,39 +438,6 @@ def _spread(values: Floats) -> Floats:
         return np.full(len(values), np.nan)
     found: Floats = values.std(axis=1, ddof=1)
     return found
-
-
-def _change(before: _JobSamples, after: _JobSamples, names: pl.DataFrame) -> pl.Expr:
-    """By counts per step and rank, compared as whole numbers."""
-    old, new = (
-        pl.Series(np.nansum(samples.cube(names, "count"), axis=(1, 2)).astype(np.int64))
-        * int(other.recorded.sum())
-        for samples, other in ((before, after), (after, before))
-    )
-    return (
-        pl.when((old == 0) & (new > 0)).then(pl.lit(ADDED))
-        .when((old > 0) & (new == 0)).then(pl.lit(DELETED))
-        .when(new > old).then(pl.lit(INCREASED))
-        .when(new < old).then(pl.lit(DECREASED))
-        .otherwise(pl.lit(UNCHANGED)).alias("change")
-    )  # fmt: skip
-
-
-def _steps(before: _JobSamples, after: _JobSamples) -> pl.DataFrame:
-    """The steps of both jobs in one frame."""
-    in_common = bool(set(before.steps) & set(after.steps) - {None})
-    parts = [
-        pl.DataFrame({
-            "place": each.steps if in_common else range(len(each.steps)),
-            f"{word}_step": each.steps, f"{word}_ns": each.step_ns,
-        }, schema_overrides=dict.fromkeys(("place", f"{word}_step"), pl.Int64))
-        for word, each in (("control", before), ("test", after))
-    ]  # fmt: skip
-    joined = parts[0].join(parts[1], on="place", how="full", coalesce=True).sort("place")
-    return joined.select(
-        "control_step", "test_step", "control_ns", "test_ns",
-        difference_ns=pl.col("test_ns") - pl.col("control_ns"),
-    )  # fmt: skip
 
 
 def _notes(before: _JobSamples, after: _JobSamples) -> Iterator[str]:

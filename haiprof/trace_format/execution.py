@@ -238,14 +238,30 @@ def load_execution_trace(path: Path) -> ExecutionTrace:
     frame = pl.DataFrame(dict(zip(NODE_SCHEMA, rows, strict=False)), schema=NODE_SCHEMA)
     known = frame.drop_nulls("node")
     once = known.unique("node", keep="first", maintain_order=True).sort("node")
-    nodes, orphans, cycles = _resolve_parents(once)
+    places = pl.DataFrame({"parent": once["node"], "at": np.arange(len(once))})
+    said = once.select("parent")
+    found = said.join(places, on="parent", how="left", maintain_order="left")
+    above = found["at"].fill_null(-1).to_numpy()
+    # Which nodes are their own ancestors: pointer jumping never takes those to a root.
+    reached = np.append(above, -1)  # place -1 stays where it is
+    for _ in range(len(above).bit_length()):
+        reached = reached[reached]
+    circle = np.zeros(len(above), dtype=np.bool_)
+    circle[reached[reached >= 0]] = True
+    # The process's root is node 1 in some versions and missing in others; a root names itself so,
+    # and is its own parent.
+    root = once["name"].str.starts_with("[pytorch|profiler|").to_numpy()
+    outside = (above < 0) & said["parent"].is_not_null().to_numpy() & ~root
+    around = circle & ~(root & (above == np.arange(len(above))))
     report = ExecutionReport(
-        path=str(path), node_count=len(nodes), lost_count=lost + frame["node"].null_count(),
-        repeated_count=len(known) - len(once), orphan_count=orphans, cycle_count=cycles,
+        path=str(path), node_count=len(once), lost_count=lost + frame["node"].null_count(),
+        repeated_count=len(known) - len(once), orphan_count=int(outside.sum()),
+        cycle_count=int(around.sum()),
     )  # fmt: skip
     return ExecutionTrace(
         path=path, schema=str(header.pop("schema") or ""), pid=integer(header.pop("pid")),
-        header=header, nodes=nodes, report=report,
+        header=header, report=report,
+        nodes=once.with_columns(pl.when(pl.Series((above >= 0) & ~circle)).then("parent")),
     )  # fmt: skip
 
 
@@ -313,27 +329,6 @@ def _link(record: Node | OldNode) -> list[Any]:
 def _ns(micros: object) -> int | None:
     known = isinstance(micros, (int, float)) and abs(micros) < 1e15
     return round(micros * 1000) if known else None  # type: ignore[operator]
-
-
-def _resolve_parents(nodes: pl.DataFrame) -> tuple[pl.DataFrame, int, int]:
-    """Nodes without orphaned or circular parents, and how many had such parents."""
-    places = pl.DataFrame({"parent": nodes["node"], "at": np.arange(len(nodes))})
-    said = nodes.select("parent")
-    found = said.join(places, on="parent", how="left", maintain_order="left")
-    above = found["at"].fill_null(-1).to_numpy()
-    # Which nodes are their own ancestors: pointer jumping never takes those to a root.
-    reached = np.append(above, -1)  # place -1 stays where it is
-    for _ in range(len(above).bit_length()):
-        reached = reached[reached]
-    circle = np.zeros(len(above), dtype=np.bool_)
-    circle[reached[reached >= 0]] = True
-    # The process's root is node 1 in some versions and missing in others; a root names itself so,
-    # and is its own parent.
-    root = nodes["name"].str.starts_with("[pytorch|profiler|").to_numpy()
-    outside = (above < 0) & said["parent"].is_not_null().to_numpy() & ~root
-    around = circle & ~(root & (above == np.arange(len(above))))
-    known = pl.when(pl.Series((above >= 0) & ~circle)).then("parent")
-    return nodes.with_columns(known), int(outside.sum()), int(around.sum())
 
 
 SCHEMA = "1.1.1-chakra.0.0.4"  # the schema that is written: mlc-chakra 1.0.0 reads no later one

@@ -136,7 +136,16 @@ def _clock(
     delay = gpu["ts_ns"] - called
     early = delay < -_TOLERANCE_NS
     count, known = int(early.sum()), len(delay) - delay.null_count()
-    most = _most(gpu, called, runtime)
+    # The largest offset by which all kernels end before the host has waited for them.
+    syncs = runtime.filter(has_name(runtime, DEVICE_SYNC))
+    end = (gpu["ts_ns"] + gpu["dur_ns"]).filter(called.is_not_null()).to_numpy()
+    call: Ints = called.drop_nulls().to_numpy()
+    order = np.argsort(call, kind="stable")
+    latest = np.maximum.accumulate(end[order])
+    before = np.searchsorted(call[order], syncs["ts_ns"].to_numpy()) - 1
+    waited = (syncs["ts_ns"] + syncs["dur_ns"]).to_numpy()[before >= 0]
+    left = np.append(waited - latest[before[before >= 0]], _after_stream_waits(gpu, runtime))
+    most = int(left.min()) if len(left) else None
     if not count:
         return _clock_ahead(gpu, delay, most) if most is not None else (gpu, None)
     least = -int(delay.min())  # type: ignore[arg-type] # some are negative
@@ -178,20 +187,6 @@ def _clock_ahead(
     )
     moved = gpu.with_columns(pl.col("ts_ns") + most) if fits else gpu
     return moved, Finding("kernel_after_wait", 1, text, effect)
-
-
-def _most(gpu: pl.DataFrame, called: pl.Series, runtime: pl.DataFrame) -> int | None:
-    """The largest offset by which all kernels end before the host has waited for them."""
-    syncs = runtime.filter(has_name(runtime, DEVICE_SYNC))
-    known = called.is_not_null()
-    end = (gpu["ts_ns"] + gpu["dur_ns"]).filter(known).to_numpy()
-    call: Ints = called.filter(known).to_numpy()
-    order = np.argsort(call, kind="stable")
-    latest = np.maximum.accumulate(end[order])
-    before = np.searchsorted(call[order], syncs["ts_ns"].to_numpy()) - 1
-    waited = (syncs["ts_ns"] + syncs["dur_ns"]).to_numpy()[before >= 0]
-    left = np.append(waited - latest[before[before >= 0]], _after_stream_waits(gpu, runtime))
-    return int(left.min()) if len(left) else None
 
 
 def _after_stream_waits(gpu: pl.DataFrame, runtime: pl.DataFrame) -> Ints:

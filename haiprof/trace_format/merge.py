@@ -350,19 +350,17 @@ def write_merged(
             while batch := list(islice(events, _BATCH)):
                 sink.add_events(b",\n".join(batch))
                 count += len(batch)
-        tail = {RANKS_KEY: list(_about(ranks))}
+        # Where the events are from, and how their times were changed.
+        said = ((each, each.text.metadata) for each in ranks)
+        tail = {RANKS_KEY: [
+            {
+                "rank": each.plan.rank, "file": each.text.path.name, "clock": each.plan.clock,
+                "event_count": each.event_count, "passed_count": each.passed_count,
+                "lost_count": each.damage.lost_count, "notes": each.notes,
+                **{key: own[key] for key in _TAKEN_OUT if key in own},
+                "metadata": {key: own[key] for key in own if key not in _TAKEN_OUT},
+            }
+            for each, own in said
+        ]}  # fmt: skip
         sink.write(b"\n],\n" + msgspec.json.encode(tail)[1:] + b"\n")
     return MergedTrace(ranks=tuple(ranks), track_event_count=count, text_bytes=sink.text_bytes)
-
-
-def _about(ranks: Iterable[RankEvents]) -> Iterator[dict[str, Any]]:
-    """Metadata on where the events are from, and how their times were changed."""
-    for each in ranks:
-        said = each.text.metadata
-        yield {
-            "rank": each.plan.rank, "file": each.text.path.name, "clock": each.plan.clock,
-            "event_count": each.event_count, "passed_count": each.passed_count,
-            "lost_count": each.damage.lost_count, "notes": each.notes,
-            **{key: said[key] for key in _TAKEN_OUT if key in said},
-            "metadata": {key: said[key] for key in said if key not in _TAKEN_OUT},
-        }  # fmt: skip

@@ -154,13 +154,6 @@ def replay_window(trace: Trace, steps: tuple[int, int] | None) -> ReplayWindow:
     )
 
 
-def kernels_of(trace: Trace, window: tuple[int, int]) -> dependencies.DeviceEvents:
-    """The GPU events that were launched in a window, or began in it without a launch on record."""
-    gpu = dependencies.device_events(trace)
-    when = np.where(gpu.known, gpu.launched, gpu.starts)
-    return gpu.take(np.flatnonzero((when >= window[0]) & (when <= window[1])))
-
-
 def with_cpu_collectives(
     kernels: dependencies.DeviceEvents, window: tuple[int, int]
 ) -> dependencies.DeviceEvents:
@@ -420,7 +413,9 @@ def rank_graph(
     """
     window = replay_window(trace, steps)
     within = window.within
-    kernels = kernels_of(trace, within)
+    gpu = dependencies.device_events(trace)
+    when = np.where(gpu.known, gpu.launched, gpu.starts)
+    kernels = gpu.take(np.flatnonzero((when >= within[0]) & (when <= within[1])))
     blocking, waited = blocking_calls(kernels, within)
     kernels = with_cpu_collectives(kernels, within)
     # Waits for collectives of the CPU are blocking calls, too.

@@ -44,7 +44,13 @@ def scenarios(analysis: TraceQuestions, steps: Steps = None) -> list[Change]:
     found = [faster_loader(SPEEDUP)] if has_loader else []
     has_gpu = int(analysis.load_report()["gpu_count"].sum()) > 0
     if has_gpu:
-        found += [faster_launches(SPEEDUP), *_kernels(analysis.kernel_breakdown(steps))]
+        # The kernels with the most time; those that differ in template arguments are one.
+        work = analysis.kernel_breakdown(steps).filter(pl.col("kind") != COMMUNICATION)
+        name, ns = pl.col("name").cast(pl.String), pl.col("sum_ns")
+        short = name.map_elements(short_kernel_name, pl.String)
+        times = work.drop_nulls("name").group_by(short=short).agg(name.unique(), ns.sum())
+        most = times.sort(-ns, "short").filter(ns > 0).head(NAME_COUNT).select("name", "short")
+        found += [faster_launches(SPEEDUP), *(_exact_names(KERNEL, *row) for row in most.rows())]
     own = pl.col("cpu_self_ns") + pl.col("gpu_self_ns").fill_null(0)
     plain = ~pl.col("operator").str.contains(_NO_OPERATORS)
     sums = operators.filter(plain).group_by("operator").agg(own.sum())
@@ -59,16 +65,6 @@ def scenarios(analysis: TraceQuestions, steps: Steps = None) -> list[Change]:
         if has_gpu or late:
             found += [faster_network(SPEEDUP), *late]
     return found
-
-
-def _kernels(found: pl.DataFrame) -> list[Change]:
-    """The kernels with the most time; those that differ in template arguments are one."""
-    work = found.filter(pl.col("kind") != COMMUNICATION).drop_nulls("name")
-    name = pl.col("name").cast(pl.String)
-    short = name.map_elements(short_kernel_name, pl.String)
-    sums = work.group_by(short=short).agg(name.unique(), pl.col("sum_ns").sum())
-    largest = sums.sort(-pl.col("sum_ns"), "short").filter(pl.col("sum_ns") > 0).head(NAME_COUNT)
-    return [_exact_names(KERNEL, *row) for row in largest.select("name", "short").iter_rows()]
 
 
 def _exact_names(kind: str, names: Iterable[str], shown: str) -> Change:
