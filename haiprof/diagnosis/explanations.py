@@ -735,7 +735,7 @@ def _explain_by(
     return explain
 
 
-def _received(question: Question) -> Finding:
+def _receive(question: Question) -> Finding:
     """Batches are taken from workers."""
     inputs = question.inputs
     numbers = number(inputs.input_sizes["number_count"].mean())
@@ -939,7 +939,7 @@ _EVALUATED = ("wait: loader", "evaluation")  # Batches of an evaluation are its 
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
     opportunities.WORKER_CORES: _waits_for_loader,
-    opportunities.RECEIVED: _received,
+    opportunities.RECEIVED: _receive,
     opportunities.RESTARTED: _explain_by(
         SLUGS["input"],
         "starting the DataLoader's workers and ending the old ones, {amount}, {paid}",

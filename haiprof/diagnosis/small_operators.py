@@ -215,6 +215,8 @@ def _loop_rows(
     """Loops over small operators: number, rows, and how much of their time holds the lock."""
     # While it calls an operator a thread holds the interpreter lock, for about a microsecond.
     loop, inner = loops[table.stack], innermost_stack(table.tree)
+    layer = np.array([*(MODULE_FILE in frame.file for frame in table.tree.frames), False])
+    calls_layer = table.tree.calls_libraries(layer)[table.stack]
     works = (loop > 0) & np.isin(table.work, (OPERATORS, PYTHON)) & (table.activity != NO_CORE)
     frees = np.array([*(_FREES.search(f.function) is not None for f in table.tree.frames), False])
     works &= ~table.tree.holds(frees)[table.stack]
@@ -232,8 +234,11 @@ def _loop_rows(
         if not whole or whole < _INSIDE * table.ns[training].sum():
             continue
         code = table.tree.place[inner[table.stack[rows]]] + 1
-        seen, held_count = (np.bincount(code, table.count[rows] * of) for of in (1, held[rows]))
-        computes = ((seen >= _SAMPLES) & (held_count < _LEAST_HELD * seen))[code]
+        least = np.where(calls_layer[rows], _LEAST_HELD * _LAYERS_HELD / _SMALL_HELD, _LEAST_HELD)
+        seen, held_count, most_held = (
+            np.bincount(code, table.count[rows] * of) for of in (1, held[rows], least)
+        )
+        computes = ((seen >= _SAMPLES) & (held_count < most_held))[code]
         if ns[computes].sum() > _MOSTLY_CALLS * whole:
             continue
         rows, ns = rows[~computes], ns[~computes]

@@ -791,6 +791,23 @@ def test_large_operators_of_a_loop_are_no_small_ones(root: Path, products: int, 
         assert saved_ns(found[0]) == pytest.approx(0.6 * ahead + part * back, rel=0.05)
 
 
+@pytest.mark.parametrize(("calls", "said"), [((MODULE, LINEAR), False), ((), True)])
+def test_a_layers_call_holds_the_lock_longer_than_an_operators(
+    root: Path, calls: Stack, said: bool
+) -> None:
+    """For a thirtieth of its time: 30 us of an operator, ten times as much of a layer."""
+    write_story(root, lambda *_: BALANCED)
+    loop = (SCRIPT, MAIN, MODULE, FORWARD, (*job(12, "Net.forward"), "f(h)", 0, 11, RECURRENCE))
+    small = (*loop[:-1], (*job(13, "Net.forward"), "h * 2", 0, 11, RECURRENCE))
+    forward = itertools.cycle([(*loop, *calls)] * 8 + [small] * 2)
+    taken = sample(RunFrames(root), lambda phase, _: next(forward) if phase == "forward"
+                   else USUAL.get(phase, (SCRIPT, MAIN)), rank=0)  # fmt: skip
+    held, rarely = itertools.cycle("h0"), itertools.cycle("h" + 29 * "0")
+    locks = (next(held if small[-1] in stack else rarely) for _, stack in taken)
+    write_stacks(RunPaths(root).rank(0).stacks, taken, lock="".join(locks))
+    assert ("small operators of a loop" in judged(root).headline) == said
+
+
 def test_what_runs_for_a_settings_sake_alone_is_its_cost_and_no_other_finding(root: Path) -> None:
     """A fourth of forward writes stacks down for anomaly detection; its checks take as much."""
     writes = (f"{PYTHON}/traceback.py", 430, "StackSummary.extract")
