@@ -150,7 +150,9 @@ def _is_models_own(table: ledger.TimeTable) -> Bools:
     # Whether a module runs: no `state_dict` or `load_state_dict`, which stand in that file, too.
     of_module = _module_calls(table.tree)
     beside = np.isin(table.position, _WITH_ROLLOUTS) & table.tree.holds(of_module)[table.stack]
-    if not _is_of_few(table, beside):
+    # What one rank evaluates, and others do without, is no part of the model.
+    of_rank = np.bincount(table.rank, np.where(beside, table.ns, 0.0))[np.bincount(table.rank) > 0]
+    if of_rank.min(initial=np.inf) >= _HARDLY * of_rank.max(initial=0.0):
         inside |= beside
     own = (table.work == ledger.OPERATORS) | ((table.work == ledger.PYTHON) & of_model)
     own |= table.work == ledger.UNKNOWN
@@ -214,20 +216,6 @@ def in_hooks(tree: CodeTree) -> Bools:
     return found
 
 
-def _receiving_frames(tree: CodeTree) -> Bools:
-    """Per frame, and none: whether it takes batches from workers, or their tensors over."""
-    return np.array([*(
-        frame.function.startswith(ledger.WORKER_LOADER) or frame.file.endswith(ledger.HANDED_OVER)
-        for frame in tree.frames
-    ), False])  # fmt: skip
-
-
-def _is_of_few(table: ledger.TimeTable, rows: Bools) -> bool:
-    """Whether ranks do without what others do: what one evaluates is no part of the model."""
-    ns = np.bincount(table.rank, np.where(rows, table.ns, 0.0))[np.bincount(table.rank) > 0]
-    return bool(ns.min(initial=np.inf) < _HARDLY * ns.max(initial=0.0))
-
-
 def lacks_line(table: ledger.TimeTable) -> Bools:
     """Per row: whether no line of code is its cause, whatever the samples were in."""
     # A collective that the job itself calls has a line; so has waiting for a core amid code that a
@@ -284,7 +272,11 @@ def find_opportunities(
     if len(rows := take(_is_recomputed(table))):
         at = _find_checkpointing(table)
         found.append(replace(opportunity(table, rows, at), key=RECOMPUTED))
-    takes_over = table.tree.calls_libraries(_receiving_frames(table.tree))[table.stack]
+    takes = np.array([*(  # batches from workers, or their tensors over
+        frame.function.startswith(ledger.WORKER_LOADER) or frame.file.endswith(ledger.HANDED_OVER)
+        for frame in table.tree.frames
+    ), False])  # fmt: skip
+    takes_over = table.tree.calls_libraries(takes)[table.stack]
     found += take_at(takes_over & is_input, RECEIVED, math.inf)  # workers or not: needed
     found += take_at((table.activity == ledger.SLEEP) & _is_polling(table), POLLED)
     nowhere = table.stack == 0
