@@ -154,7 +154,12 @@ def test_help_texts_are_as_recorded() -> None:
 
 @pytest.mark.parametrize(
     ("word", "hint"),
-    [("linse", "lines?"), ("overveiw", "overview?"), ("rnak", "rank?"), ("train", "ls --live")],
+    [
+        ("linse", "lines?"),
+        ("overveiw", "overview?"),
+        ("rnak", "rank?"),
+        ("cifar-of-may", "ls --live"),
+    ],
 )
 def test_a_mistyped_second_word_alone_is_no_name_of_a_job(
     word: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
