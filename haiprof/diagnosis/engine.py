@@ -350,7 +350,7 @@ def _headline(
     if not few and ratio >= _MOST_RATIO:
         return text
     inside = "".join(f"; {text}" for _, text in own)
-    return nothing_text(found.ledger, few=few, inside=inside, facts=findings)
+    return nothing_text(found.ledger, few=few, inside=inside, findings=findings)
 
 
 def _kept_graph(inputs: RuleInputs, found: RunLedger) -> Finding | None:
@@ -422,11 +422,11 @@ _ALL_AT_ONCE = (
 
 
 def nothing_text(
-    ledger: Ledger | None, *, few: bool = False, inside: str = "", facts: Sequence[Finding] = ()
+    ledger: Ledger | None, *, few: bool = False, inside: str = "", findings: Sequence[Finding] = ()
 ) -> str:  # fmt: skip
     """What the step consists of, where nothing stands out; or what may, of too few steps.
 
-    `inside` says more of the model's own work; a setting of `facts` may gain most.
+    `inside` says more of the model's own work; a setting of the `findings` may gain most.
     """
     if ledger is None:
         return f"{_NOTHING}: no step was evaluated"
@@ -447,11 +447,14 @@ def nothing_text(
         least = "at least" if ledger.device_idle_is_bound else "about"
         share = ratio_text(1 - ledger.device_idle_ns / mean)
         text = f"{_NOTHING}: the device is busy for {least} {share} of the step"
-    settings = (each for each in facts if each.gain is not None and each.account is None)
-    setting = max(settings, key=lambda each: each.lost_ratio or 0.0, default=None)
     most_ns = max((account.gain_ns for account in ledger.largest()), default=0.0)
-    if setting is not None and (setting.lost_ratio or 0.0) * mean > most_ns:
-        return f"{text}; largest opportunity: {setting.title}, {ratio_text(setting.lost_ratio)}"
+    settings = [(gain, each.title) for each in findings if each.account is None
+                for gain in [each.gain] if gain is not None]  # fmt: skip
+    for gain, title in [] if few else sorted(settings, key=lambda one: one[0].left_ns)[:1]:
+        if mean - gain.left_ns > most_ns:
+            ratios = (1.0 - ns / gain.step_ns for ns in (gain.left_ns, gain.high_ns, gain.low_ns))
+            share, low, high = map(ratio_text, ratios)
+            return f"{text}; largest opportunity: {title}, {share} ({low} to {high})"
     if not ledger.opportunities:
         return text
     largest = ledger.largest()  # what was not sampled is nothing to do about

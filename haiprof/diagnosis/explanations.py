@@ -541,7 +541,8 @@ def _link(question: Question) -> Finding:
     if _is_own(question, ledger.point_to_point(tree)[tree.place]):  # by its handle
         return _waits_for_peer(question, "send or receive")
     exchanges = _ADVICE["exchanges"]
-    called = next((row for row in exchanges if any(row[0] in c for c in account.callees)), None)
+    called = next((row for row in exchanges if any(row[0] in c for c in account.callees)
+                   or _is_own(question, tree.runs([("", row[0])]))), None)  # fmt: skip
     if called or account.file or account.position not in ("backward", "forward"):
         inside = account.position in ("backward", "forward")
         what = f"collectives {'that the model calls' if inside else 'between the phases'}"
@@ -688,7 +689,7 @@ def _evaluation(question: Question) -> Finding:
     remedy = "evaluate less often or on fewer batches"
     tree, line = question.samples.tree, (account.file, account.line)
     inside = tree.holds(np.array([*(frame[:2] == line for frame in tree.frames), False]))
-    rows = np.isin(question.samples.stack, np.flatnonzero(inside))
+    rows = inside[question.samples.stack] & (question.samples.phase == code_samples.EVALUATION)
     if without_gradients(tree)[question.samples.stack[rows]].sum() <= rows.sum() / 2:
         remedy += "; under torch.no_grad(), which keeps no gradients, they can be larger"
     if question.is_alone:
@@ -766,7 +767,11 @@ def _imbalance(question: Question) -> Finding:
     waits = ledger.waits_for_peers(samples.tree)[samples.stack] & (samples.worker < 0)
     at = code_lines(samples.take(waits), "the waiting for other ranks", 1.0)
     calls = samples.tree.runs(_BARRIERS)[samples.stack[waits]]
-    first = f"{_DO['barrier']}; else " if calls.sum() > len(calls) / 2 else ""
+    first = (
+        f"{_DO['barrier']}; if they wait at the next collective then, "
+        if calls.sum() > len(calls) / 2
+        else ""
+    )
     return Finding(
         rule="data_imbalance",
         title="uneven work: the slowest rank, a different one in each step, makes the others "
@@ -799,7 +804,7 @@ _ON_ARRAYS = re.compile(
     r"tanh|tolist|topk|unique|var|view)\("
 )
 """Calls that compute with arrays or tensors: other native code is a file, a database, a parser."""
-_OF_PARAMETERS = re.compile(r"\(p[,)]|\bp\.\w|\bparam|parameters\(|\.grad\b", re.IGNORECASE)
+_OF_PARAMETERS = re.compile(r"\bparams?\b|parameters\(|\.grad\b")
 _DATABASE = re.compile(
     r"\.(?:commit|executemany|executescript)\(|\.execute\((?!\s*\w?[\"'(]+\s*(?i:select|with)\b)"
 )
@@ -835,6 +840,8 @@ def _code(question: Question) -> Finding:
     also = f"; {_OF_ACTIVITY[other]}" if other in _OF_ACTIVITY and other != account.activity else ""
     every = f"{text} {called} {account.also.expression if account.also else ''}"
     is_hook = _is_own(question, opportunities.in_hooks(question.samples.tree))
+    is_behind = position in ("gradients", "optimizer", "after_step")
+    for_log = "where it is for a log or a check, do it every N steps; else " * is_behind
     batch = f"where it makes a batch, {_OF_POSITION['prepare']}; else "
     remedies = (  # the first that is true
         (account.when == GROWING and is_hook,
@@ -864,7 +871,7 @@ def _code(question: Question) -> Finding:
          "it is a hook: remove it (the handle that registering it gave: remove()), or let it "
          "return at once in all but every Nth step"),
         (of_tensors and loop & LAYERS == INDEPENDENT, _DO["of parameters"]
-         if _OF_PARAMETERS.search(text) else f"{batch if may_load else ''}{_DO['at once']}"),
+         if _OF_PARAMETERS.search(text) else f"{batch if may_load else for_log}{_DO['at once']}"),
         (of_tensors and loop & LAYERS == RECURRENCE,
          f"{batch if may_load else ''}{_DO['one by one']}"),
         (question.is_alone and is_outside, "let all ranks do a part of it each, or less often"),

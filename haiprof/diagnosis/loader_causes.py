@@ -67,7 +67,7 @@ _SHARES = (
 _LESS = "decode and tokenize once, ahead of training; cheaper augmentation"
 _LESS_IN_MEMORY = "take a whole batch at once from what is in memory (Dataset.__getitems__)"
 _OF_LISTS = re.compile(r"\btorch\.(?:(?:as_)?tensor|\w*Tensor)\(\s*\[")
-_OF_TABLES = re.compile(r"\.i?loc\[|/pandas/core/(?:indexing|series|frame)\.py")
+_OF_TABLES = re.compile(r"\.i?loc\[|/pandas/core/(?:indexing|series)\.py")
 OPENS = re.compile(
     r"\b(?:Zip|Tar|Parquet)File(?:\(|\.__init__|\._RealGetContents)|\b(?:tarfile|lmdb)\.open\(|"
     r"\bh5py\.File\(|\bh5py\b.*\b(?:File\.__init__|make_fid)|\bsqlite3\.connect\("

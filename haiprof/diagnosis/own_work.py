@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -35,6 +34,11 @@ _MAKES_WEIGHTS = 0.01
 backward, one thread (torch 2.13): nothing to 8 % of sequences of 32 to 256, 41 % of 512, 49 % of
 1,024."""
 _SOFTMAX = re.compile(r"(?<!log_)softmax\(")
+_SCORES = re.compile(
+    r"@ *[\w.\[\]]+\.(?:transpose|permute|mT\b|T\b|t\(\))|"
+    r"\b(?:b?mm|matmul|baddbmm)\(.*(?:transpose|permute|\.mT\b|\.T\b|\.t\(\))|\beinsum\("
+)
+"""A product with a transpose: queries and keys."""
 _PRODUCT = re.compile(r" @ |\b(?:b?mm|matmul|baddbmm|einsum)\(")
 _DROPOUT = re.compile(r"(?i:dropout|\bdrop)\(")
 """What `F.scaled_dot_product_attention` took of the same by hand with backward, one thread (torch
@@ -116,7 +120,7 @@ def describe_work(inputs: RuleInputs, found: RunLedger) -> list[tuple[float, str
     every += _many_passes(inputs, found.ledger)
     functions = own_functions(inputs, found, outside_layers=True)
     every += [] if inputs.uses_gpu else _attention_weights(found)
-    every += _attention_by_hand(inputs, found, functions)
+    every += _attention_by_hand(inputs, found)
     every += [] if found.recurrences else _own_function(found, functions)
     return [each for each in every if each[0] >= PROBLEM_RATIO]
 
@@ -137,38 +141,42 @@ def _attention_weights(found: RunLedger) -> Iterator[tuple[float, str]]:
         )
 
 
-def _attention_by_hand(
-    inputs: RuleInputs, found: RunLedger, functions: Sequence[OwnFunction]
-) -> Iterator[tuple[float, str]]:
-    """Functions that multiply, take a softmax of the products, and multiply these."""
+def _attention_by_hand(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[float, str]]:
+    """Lines of a function that multiply by a transpose, take a softmax of that, and multiply."""
     table, tree = found.table, found.table.tree
     rows = np.flatnonzero(table.needed)
     place = tree.place[innermost_stack(tree)[table.stack[rows]]]
-    seen = defaultdict[tuple[str, str], dict[Frame, float]](dict)
+    seen = defaultdict[tuple[str, str], list[tuple[Frame, float]]](list)
     for at, ns in enumerate(np.bincount(place[place >= 0], table.ns[rows[place >= 0]]).tolist()):
         frame = tree.frames[at]
-        seen[frame.file, written_in(frame.function)][frame] = ns
-    whole = {(each.file, each.function): each for each in own_functions(inputs, found)}
-    ratio, drops = 0.0, 0.0
-    most: OwnFunction | None = None
-    for each in functions:
+        seen[frame.file, written_in(frame.function)] += [(frame, ns)] if ns else []
+    ratio, drops, named = 0.0, 0.0, ""
+    for each in own_functions(inputs, found):
         frames = seen[each.file, each.function]
-        ns = {of: {f.line: t for f, t in frames.items() if t and of.search(f.expression)}
-              for of in (_SOFTMAX, _PRODUCT, _DROPOUT)}  # fmt: skip
-        products = [*ns[_PRODUCT], math.inf]
-        if any(min(products) < line < max(ns[_PRODUCT], default=0) for line in ns[_SOFTMAX]):
-            full, most = whole[each.file, each.function], most or each
-            ratio += full.ratio * each.ns_per_step / max(full.ns_per_step, 1.0)
-            drops = max(drops, sum(ns[_DROPOUT].values()) / sum(frames.values()))
-    if most is not None:
-        beside = "; with dropout, as here, it gains little on a CPU" * (drops >= _DROPS_RATIO)
-        yield (
-            ratio,
-            f"{ratio_text(ratio)} of the step is attention that makes its weights "
-            f"({place_text(most.file, most.line, most.function)}, with its part of backward): "
-            "where nobody reads them, torch.nn.functional.scaled_dot_product_attention takes 0.3 "
-            f"to 0.8 of that time{beside}",
+        scores, weights, products = (
+            sorted({f.line for f, _ in frames if of.search(f.expression)})
+            for of in (_SCORES, _SOFTMAX, _PRODUCT)
         )
+        for line in weights:
+            first = max((at for at in scores if at < line), default=None)
+            last = min((at for at in products if at > line), default=None)
+            if first is None or last is None:
+                continue
+            whole = sum(ns for _, ns in frames)
+            inside = [(f, ns) for f, ns in frames if first <= f.line <= last]
+            dropped = sum(ns for f, ns in inside if _DROPOUT.search(f.expression))
+            ratio += each.ratio * sum(ns for _, ns in inside) / whole
+            drops = max(drops, dropped / sum(ns for _, ns in inside))
+            named = named or place_text(each.file, line, each.function)
+            break
+    beside = "; with dropout, as here, it gains little on a CPU" * (drops >= _DROPS_RATIO)
+    yield (
+        ratio,
+        f"{ratio_text(ratio)} of the step looks like attention that makes its weights ({named}, "
+        "with its part of backward): where nobody reads them, "
+        "torch.nn.functional.scaled_dot_product_attention takes 0.3 to 0.8 of that time"
+        f"{beside}",
+    )
 
 
 def _other_stages(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[float, str]]:

@@ -339,9 +339,11 @@ def _keep_needed_link(
     has_phases = in_model.any()
     called = opportunities.calls_collectives(table.tree)[table.stack]
     models = [model for each in inputs.settings.values() for model in each.models]
-    by_hand = not any(model.ddp is not None or model.fsdp_unit_count for model in models)
+    trained = [model for model in models if model.gradient_bytes]
+    wrapped = [model for model in trained if model.ddp is not None or model.fsdp_unit_count]
+    by_hand = not trained or len(wrapped) < len(trained)
     by_hand &= not (in_model & (table.activity == LINK_WAIT) & ~called).any()
-    kept = []
+    kept, spent_ns = [], 0.0
     for each in sorted(found, key=lambda one: -float(table.ns[one.rows].sum())):
         whole = time.mean_of(table, each.rows)
         is_beside = has_phases and each.position not in (*ledger.MODEL_POSITIONS, GRADIENTS)
@@ -352,9 +354,11 @@ def _keep_needed_link(
         if each.activity != LINK_WAIT or each.key is not None or not whole or is_beside:
             kept.append(each)
             continue
-        by_hand &= not is_by_hand  # the largest of these, and no more
-        is_long = whole > most_ns
-        table, _ = table.split(each.rows, usual_ns / whole if is_long else 1.0, needed=True)
+        before_ns = spent_ns * is_by_hand  # several lines may exchange a part each
+        least_ns = max(usual_ns - before_ns, 0.0)
+        is_long = whole > most_ns - before_ns
+        table, _ = table.split(each.rows, least_ns / whole if is_long else 1.0, needed=True)
+        spent_ns += (least_ns if is_long else whole) * is_by_hand
         if is_long:
             kept.append(replace(each, unsure_ns=most_ns - usual_ns))
     return table, kept

@@ -40,9 +40,6 @@ some 45 and 15 us each; below that they compute, and below the second, calling t
 _LAYERS_HELD = 1 / 5
 """In a loop over layers it is held by calling modules, too: so much where their operators take less
 than some 30 us. Own choice; three convolutions of 3 ms each were seen with 0.09."""
-_SAMPLES = 20
-"""So many samples of one piece of code, hardly any of which holds the lock: its operators compute,
-whatever others of the loop do. Own choice."""
 _FREES = re.compile(r"\bzero_grad\Z")
 """Frees gradients, and holds the lock for as long as that takes: no operators."""
 _CALL_HELD_NS, _FEW_ROUNDS = 1000, 8
@@ -59,8 +56,8 @@ _NEW = re.compile(
     r"(?:torch\.(?:stack|cat)\(\[)?(?:torch\.)?"
     rf"(?:from_numpy|rand\w*|arange|zeros|ones|empty|full|tensor){_BRACKETS}"
     rf"(?:\.(?:to|float|long|view|reshape|unsqueeze|expand|repeat|cuda){_BRACKETS})*"
-    r"(?:\s+for\s.*|\])?\)?\Z",
-    re.DOTALL,
+    r"(?:\s+for\s[^\]]*)?\]?(?:,\s*dim=-?\d)?\)?\Z|"
+    r"torch\.(?:from_numpy|rand\w*|arange|zeros|ones|empty|full|tensor)\([^…]*…\Z"  # cut off
 )
 """Makes a tensor of what is none, which no gradients go through; or several, of a comprehension."""
 _TABLES_FILE = "/torch/nn/modules/sparse.py"  # Of nn.Embedding and nn.EmbeddingBag
@@ -191,7 +188,9 @@ def without_gradients(tree: CodeTree) -> Bools:
     ]
     found, closure = np.zeros((2, len(tree.place)), dtype=np.bool_)
     # An optimizer's step switches gradients on again for the closure that it calls.
-    steps = ["/torch/optim/" in f.file and f.function.endswith(".step") for f in tree.frames]
+    steps = [f.file.endswith(_OPTIMIZER_FILE)
+             or ("/torch/optim/" in f.file and f.function.endswith(".step"))
+             for f in tree.frames]  # fmt: skip
     for stack in range(1, len(tree.place)):  # callers come first
         parent, place = tree.parent[stack], tree.place[stack]
         file = tree.frames[place].file
@@ -234,11 +233,13 @@ def _loop_rows(
         if not whole or whole < _INSIDE * table.ns[training].sum():
             continue
         code = table.tree.place[inner[table.stack[rows]]] + 1
-        least = np.where(calls_layer[rows], _LEAST_HELD * _LAYERS_HELD / _SMALL_HELD, _LEAST_HELD)
-        seen, held_count, most_held = (
-            np.bincount(code, table.count[rows] * of) for of in (1, held[rows], least)
+        # Code that surely holds the lock less than small operators computes, whatever others do.
+        small = np.where(calls_layer[rows], _LAYERS_HELD, _SMALL_HELD)
+        held_count, usual = (
+            np.bincount(code, table.count[rows] * of) for of in (held[rows], small)
         )
-        computes = ((seen >= _SAMPLES) & (held_count < most_held))[code]
+        most_held = np.minimum(usual * _LEAST_HELD / _SMALL_HELD, usual - 2 * np.sqrt(usual))
+        computes = (held_count < most_held)[code]
         if ns[computes].sum() > _MOSTLY_CALLS * whole:
             continue
         rows, ns = rows[~computes], ns[~computes]

@@ -193,6 +193,7 @@ def test_a_backward_that_is_too_short_for_a_loop_has_none_of_it(tmp_path: Path) 
         (*LOOP[:-1], INDEPENDENT | NO_GRAD),
         (*LOOP[:-1], RECURRENCE | NO_GRAD),
         (*LOOP[:3], "torch.stack([torch.from_numpy(x[i]) for i in ix])", *LOOP[4:-1], INDEPENDENT),
+        (*LOOP[:3], "torch.tensor([float(r) for r in rewards], dtype=…", *LOOP[4:-1], INDEPENDENT),
     ],
 )
 def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path, loop: Frame) -> None:
@@ -202,7 +203,10 @@ def test_what_records_no_gradients_has_no_part_of_backward(tmp_path: Path, loop:
     assert account.gain_ns == pytest.approx(2 * MS, rel=0.05)
 
 
-@pytest.mark.parametrize("code", ["torch.zeros(n, d).index_add(0, i, h)", "torch.ones(3) - h[i]"])
+@pytest.mark.parametrize("code", [
+    "torch.zeros(n, d).index_add(0, i, h)", "torch.ones(3) - h[i]",
+    "torch.stack([torch.zeros(3) for x in xs]) * h",
+])  # fmt: skip
 def test_new_numbers_with_a_tensor_in_them_have_a_part_of_backward(
     tmp_path: Path, code: str
 ) -> None:
