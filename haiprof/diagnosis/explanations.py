@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -332,6 +332,15 @@ def _is_own(question: Question, stacks: Bools) -> bool:
     return bool((_own_stacks(question) & stacks[innermost_stack(question.samples.tree)]).any())
 
 
+def _exchanges_in(question: Question, codes: Collection[tuple[str, str]]) -> bool:
+    """Whether most collectives at the account's line, in its phase, are called in some code."""
+    samples, tree, phases = question.samples, question.samples.tree, code_samples.TRAINING_PHASES
+    position = question.account.position
+    rows = (_own_stacks(question) & tree.holds(ledger.exchange_frames(tree)))[samples.stack]
+    rows &= samples.phase == phases.index(position if position in phases else "other")
+    return bool(tree.runs(codes)[samples.stack[rows]].sum() > rows.sum() / 2)
+
+
 def _is_in_exchange(question: Question) -> bool:
     """Whether the account's line is in a hook that calls a collective in backward."""
     if question.account.position != "backward":
@@ -484,12 +493,18 @@ def _no_core(question: Question) -> Finding:
     used = machine_causes.others_beside(inputs, ranks)
     missed = max((inputs.core_waits.get(rank, 0.0) for rank in ranks or inputs.world), default=0.0)
     is_own = used is not None and used < max(missed, question.share)
-    fewer = "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers)"
+    # Who has one thread and no workers has none to spare; of others nothing is known.
+    threads = [inputs.settings[rank].operator_threads for rank in inputs.world
+               if rank in inputs.settings]  # fmt: skip
+    has_fewer = set(threads) != {1} or any(inputs.loader_workers.values())
+    fewer = (
+        "run fewer threads and workers (OMP_NUM_THREADS, DataLoader num_workers), or " * has_fewer
+    )
     return make_finding(
         f"the training thread was ready to run but had no CPU core, {question.amount}",
-        f"{fewer}, or allow the job more cores: what else runs on the node used too little to be it"
+        f"{fewer}allow the job more cores: what else runs on the node used too little to be it"
         if is_own
-        else f"see what else runs on these cores (top), or {fewer}",
+        else f"see what else runs on these cores (top), or {fewer}allow the job more cores",
         ("cores used by others on its node", used, "cores"),
         rule="no_core",
         missing=() if is_own else ("who had the cores meanwhile",),
@@ -542,14 +557,14 @@ def _link(question: Question) -> Finding:
         return _waits_for_peer(question, "send or receive")
     exchanges = _ADVICE["exchanges"]
     called = next((row for row in exchanges if any(row[0] in c for c in account.callees)
-                   or _is_own(question, tree.runs([("", row[0])]))), None)  # fmt: skip
+                   or _exchanges_in(question, [("", row[0])])), None)  # fmt: skip
     if called or account.file or account.position not in ("backward", "forward"):
         inside = account.position in ("backward", "forward")
         what = f"collectives {'that the model calls' if inside else 'between the phases'}"
         remedy = _DO["inside" if inside else "between"]
         if called:
             _, what, remedy = called
-        elif _is_own(question, tree.runs(_BARRIERS)):
+        elif _exchanges_in(question, _BARRIERS):
             remedy = _DO["barrier"]
         elif account.position == "gradients":
             remedy = _DO["exchange gradients"]

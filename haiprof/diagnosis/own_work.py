@@ -27,6 +27,7 @@ from haiprof.run_analysis.run_files import number
 from haiprof.run_analysis.step_positions import OPTIMIZER
 from haiprof.run_format.stack_lines import LAYERS, RECURRENCE
 
+_OF_MODEL = ("prepare", "forward", "loss", "between_steps")  # Before forward: teachers, encoders
 _ONE_LINE = 0.95  # Of a function's time, for it to be called that line's
 _FUNCTIONS = "/torch/nn/functional.py"
 _MAKES_WEIGHTS = 0.01
@@ -78,7 +79,7 @@ def own_functions(
             ratio = _part(table, rows, engine[rows])
             shared_ns += ratio * each.ns_per_step
             traced[key] += (1.0 - ratio) * each.ns_per_step
-        elif each.needed and each.file and each.position in ("forward", "loss"):
+        elif each.needed and each.file and each.position in _OF_MODEL:
             if is_in_trainer(each) or each.activity.startswith("wait"):
                 continue  # a library's model: the line that runs the trainer tells nothing of it
             own = ~calls_layer[rows] | (not outside_layers)
@@ -119,7 +120,7 @@ def describe_work(inputs: RuleInputs, found: RunLedger) -> list[tuple[float, str
     every += _other_stages(inputs, found)
     every += _many_passes(inputs, found.ledger)
     functions = own_functions(inputs, found, outside_layers=True)
-    every += [] if inputs.uses_gpu else _attention_weights(found)
+    every += [] if inputs.uses_gpu else [*_attention_weights(found), *_eager_attention(found)]
     every += _attention_by_hand(inputs, found)
     every += [] if found.recurrences else _own_function(found, functions)
     return [each for each in every if each[0] >= PROBLEM_RATIO]
@@ -138,6 +139,23 @@ def _attention_weights(found: RunLedger) -> Iterator[tuple[float, str]]:
             f"{ratio_text(ratio)} of the step is attention in forward that makes its weights "
             "(nn.MultiheadAttention with need_weights=True, its default): need_weights=False "
             "saves up to half of it and of its backward, the more the longer the sequences",
+        )
+
+
+def _eager_attention(found: RunLedger) -> Iterator[tuple[float, str]]:
+    """Attention of transformers that makes its weights, which is a model's choice."""
+    table, tree = found.table, found.table.tree
+    eager = np.array(
+        [*(frame.function == "eager_attention_forward" for frame in tree.frames), False]
+    )
+    rows = np.flatnonzero(tree.holds(eager)[table.stack] & table.needed)
+    if len(rows):
+        ratio = found.time.mean_of(table, rows) / found.ledger.mean_ns
+        yield (
+            ratio,
+            f"{ratio_text(ratio)} of the step is attention in forward that makes its weights "
+            '(attn_implementation="eager"): "sdpa", the default of most models, takes 0.3 to 0.8 '
+            "of that and of its backward where nobody reads the weights",
         )
 
 

@@ -87,6 +87,13 @@ PUT_INDEX = (f"{SITE}/torch/utils/data/dataloader.py", 1539,
              "_MultiProcessingDataLoaderIter._try_put_index")  # fmt: skip
 DRAW = (*job(22, "Balanced.__iter__", "data.py"), "self.rng.choice(N, k, p=p)")
 NO_GRAD = (f"{SITE}/torch/utils/_contextlib.py", 9, "context_decorator.<locals>.decorate_context")
+TRAINER_LOOP = tuple(
+    (f"{SITE}/lightning/pytorch/{file}.py", 40, function)
+    for file, function in (
+        ("trainer/trainer", "Trainer.fit"), ("trainer/call", "_call_and_handle_interrupt"),
+        ("loops/fit_loop", "_FitLoop.run"), ("loops/training_epoch_loop", "_TrainingEpochLoop.run"),
+    )
+)  # fmt: skip
 STEP_WRAPPER = (f"{SITE}/torch/optim/optimizer.py", 517,
                 "Optimizer.profile_hook_step.<locals>.wrapper")  # fmt: skip
 MODEL_CALL = (MODULE, FORWARD)
@@ -1005,19 +1012,21 @@ def test_code_on_gradients_is_torchs_and_makes_no_batch(
 @pytest.mark.parametrize(
     ("part", "exchange", "title", "remedy"),
     [
-        (
-            "forward",
-            SENDS_BUFFERS,
-            "DistributedDataParallel sends the buffers",
-            "broadcast_buffers",
-        ),
-        ("other", SHARDED, "ZeroRedundancyOptimizer sends the parameters", "the optimizer itself"),
+        ("forward", (SENDS_BUFFERS,), "DistributedDataParallel sends the buffers",
+         "broadcast_buffers"),
+        ("forward", (*TRAINER_LOOP, SENDS_BUFFERS), "DistributedDataParallel sends the buffers",
+         "broadcast_buffers"),
+        ("other", (*TRAINER_LOOP, BARRIER), "collectives of Lightning's own", "larger batches"),
+        ("other", (BARRIER,), "collectives between the phases", "a barrier hands nothing over"),
+        ("other", (SHARDED,), "ZeroRedundancyOptimizer sends the parameters",
+         "the optimizer itself"),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_torch_exchanges_by_itself_are_said(
     root: Path, part: str, exchange: Stack, title: str, remedy: str
 ) -> None:
-    stacks: Stacks = {part: (SCRIPT, MAIN, exchange)}
+    """Also below a trainer, whose own functions are the first that the job's line calls."""
+    stacks: Stacks = {part: (SCRIPT, MAIN, *exchange)}
     write_sampled(root, lambda *_: BALANCED, stacks, gap_ms=3.0 if part == "other" else 0.0)
     found = judged(root).findings[0]
     assert found.title.startswith(title)
@@ -1366,6 +1375,28 @@ def test_attention_that_makes_its_weights_is_told(root: Path, inner: str, said: 
     if said:
         ratio = float(re.findall(r"(\d+) % of the step is attention", headline)[0])
         assert ratio == pytest.approx(100 * 22.5 / 62.2, abs=3)
+
+
+def test_attention_of_a_library_is_told(root: Path) -> None:
+    eager = (f"{SITE}/transformers/models/llama/modeling_llama.py", 170, "eager_attention_forward")
+    attends = (SCRIPT, MAIN, MODULE, FORWARD, MODULE, eager)
+    write_sampled(root, lambda *_: (0.2, 30.0, 30.0, 2.0),
+                  {"forward": every(2, attends, "forward")}, steps=200)  # fmt: skip
+    headline = judged(root).headline
+    assert 'attn_implementation="eager"' in headline
+    ratio = float(re.findall(r"(\d+) % of the step is attention", headline)[0])
+    assert ratio == pytest.approx(100 * 15 / 62.2, abs=3)
+
+
+def test_a_frozen_model_before_forward_has_a_line_of_own_work(root: Path) -> None:
+    """It runs for 5 ms before forward, and as long before backward."""
+    encodes = (SCRIPT, MAIN, NO_GRAD, job(40, "encode"), MODULE, job(16, "Encoder.forward"))
+    stacks: Stacks = {"other": (*encodes, MODULE, LINEAR)}
+    write_sampled(root, lambda *_: (0.2, 30.0, 30.0, 2.0), stacks, steps=200, gap_ms=5.0)
+    verdict = judged(root)
+    (encoder,) = (each for each in verdict.own_work if each.function == "Encoder.forward")
+    assert encoder.backward_ns == 0.0
+    assert encoder.ratio == pytest.approx(10 / 82.2, abs=0.01)
 
 
 @pytest.mark.parametrize("drops", [False, True])
