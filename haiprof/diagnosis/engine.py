@@ -99,7 +99,7 @@ def judge(
     run = shown_path(analyzer.run.root)
     step_ns = None if ledger is None else ledger.mean_ns
     functions = [] if found is None else own_functions(inputs, found)
-    own = [] if found is None else describe_work(inputs, found)
+    own = [] if found is None else describe_work(inputs, found, functions)
     headline = _headline(inputs, findings, found, own)
     verdict = Verdict(
         run=run, name=manifest.name if manifest else analyzer.run.root.name,

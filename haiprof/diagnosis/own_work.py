@@ -34,6 +34,14 @@ _MAKES_WEIGHTS = 0.01
 """Of the layer's time, in softmax of the weights. What need_weights=False saved of forward and
 backward, one thread (torch 2.13): nothing to 8 % of sequences of 32 to 256, 41 % of 512, 49 % of
 1,024."""
+_MAKE_WEIGHTS = (  # what attends, what in it makes weights, and how it is left out
+    ((_FUNCTIONS, "multi_head_attention_forward"), (_FUNCTIONS, "softmax"),
+     "nn.MultiheadAttention with need_weights=True, its default): need_weights=False saves up to "
+     "half of it and of its backward, the more the longer the sequences"),
+    (("", "eager_attention_forward"), ("", "eager_attention_forward"),
+     'attn_implementation="eager"): "sdpa", the default of most models, takes 0.3 to 0.8 of that '
+     "and of its backward where nobody reads the weights"),
+)  # fmt: skip
 _SOFTMAX = re.compile(r"(?<!log_)softmax\(")
 _SCORES = re.compile(
     r"@ *[\w.\[\]]+\.(?:transpose|permute|mT\b|T\b|t\(\))|"
@@ -62,7 +70,7 @@ _OF_LOOPS = {
 def own_functions(
     inputs: RuleInputs, found: RunLedger, *, outside_layers: bool = False
 ) -> list[OwnFunction]:
-    """Functions with forward's and loss's own work, those with most of the step first."""
+    """Functions with the model's own work up to backward, those with most of the step first."""
     # Outside of layers: without what they call by modules of libraries.
     ledger, table, tree = found.ledger, found.table, found.table.tree
     if inputs.uses_gpu:  # the host's time says little of what a device works
@@ -114,52 +122,40 @@ def _part(table: TimeTable, rows: Ints, of: Bools) -> float:
     return float(table.ns[rows[of]].sum()) / max(float(table.ns[rows].sum()), 1.0)
 
 
-def describe_work(inputs: RuleInputs, found: RunLedger) -> list[tuple[float, str]]:
-    """Of the model's own work what may be the job's doing, and has no price: share, and words."""
+def describe_work(
+    inputs: RuleInputs, found: RunLedger, functions: Sequence[OwnFunction]
+) -> list[tuple[float, str]]:
+    """Of the model's own work what may be the job's doing, and has no price: share, and words.
+
+    `functions` are its `own_functions`.
+    """
     every = [*_recurrence(found), *_own_backward(found), *_large_optimizer(inputs, found)]
     every += _other_stages(inputs, found)
     every += _many_passes(inputs, found.ledger)
-    functions = own_functions(inputs, found, outside_layers=True)
-    every += [] if inputs.uses_gpu else [*_attention_weights(found), *_eager_attention(found)]
-    every += _attention_by_hand(inputs, found)
-    every += [] if found.recurrences else _own_function(found, functions)
+    every += [] if inputs.uses_gpu else _attention_weights(found)
+    every += _attention_by_hand(found, functions)
+    every += [] if found.recurrences else _own_function(inputs, found)
     return [each for each in every if each[0] >= PROBLEM_RATIO]
 
 
 def _attention_weights(found: RunLedger) -> Iterator[tuple[float, str]]:
-    """Attention of torch's own layer that makes its weights, which it does unless told not to."""
+    """Attention of torch's own layer and of transformers that makes its weights."""
     table, tree = found.table, found.table.tree
-    inside, makes = (tree.runs([(_FUNCTIONS, name)])[table.stack]
-                     for name in ("multi_head_attention_forward", "softmax"))  # fmt: skip
-    rows = np.flatnonzero(inside & table.needed)
-    if len(rows) and _part(table, rows, makes[rows]) >= _MAKES_WEIGHTS:
-        ratio = found.time.mean_of(table, rows) / found.ledger.mean_ns
-        yield (
-            ratio,
-            f"{ratio_text(ratio)} of the step is attention in forward that makes its weights "
-            "(nn.MultiheadAttention with need_weights=True, its default): need_weights=False "
-            "saves up to half of it and of its backward, the more the longer the sequences",
-        )
+    for own, maker, text in _MAKE_WEIGHTS:
+        inside, makes = (tree.runs([code])[table.stack] for code in (own, maker))
+        rows = np.flatnonzero(inside & table.needed)
+        if len(rows) and _part(table, rows, makes[rows]) >= _MAKES_WEIGHTS:
+            ratio = found.time.mean_of(table, rows) / found.ledger.mean_ns
+            yield (
+                ratio,
+                f"{ratio_text(ratio)} of the step is attention in forward that makes its weights "
+                f"({text}",
+            )
 
 
-def _eager_attention(found: RunLedger) -> Iterator[tuple[float, str]]:
-    """Attention of transformers that makes its weights, which is a model's choice."""
-    table, tree = found.table, found.table.tree
-    eager = np.array(
-        [*(frame.function == "eager_attention_forward" for frame in tree.frames), False]
-    )
-    rows = np.flatnonzero(tree.holds(eager)[table.stack] & table.needed)
-    if len(rows):
-        ratio = found.time.mean_of(table, rows) / found.ledger.mean_ns
-        yield (
-            ratio,
-            f"{ratio_text(ratio)} of the step is attention in forward that makes its weights "
-            '(attn_implementation="eager"): "sdpa", the default of most models, takes 0.3 to 0.8 '
-            "of that and of its backward where nobody reads the weights",
-        )
-
-
-def _attention_by_hand(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[float, str]]:
+def _attention_by_hand(
+    found: RunLedger, functions: Sequence[OwnFunction]
+) -> Iterator[tuple[float, str]]:
     """Lines of a function that multiply by a transpose, take a softmax of that, and multiply."""
     table, tree = found.table, found.table.tree
     rows = np.flatnonzero(table.needed)
@@ -169,7 +165,7 @@ def _attention_by_hand(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[f
         frame = tree.frames[at]
         seen[frame.file, written_in(frame.function)] += [(frame, ns)] if ns else []
     ratio, drops, named = 0.0, 0.0, ""
-    for each in own_functions(inputs, found):
+    for each in functions:
         frames = seen[each.file, each.function]
         scores, weights, products = (
             sorted({f.line for f, _ in frames if of.search(f.expression)})
@@ -235,10 +231,9 @@ def _recurrence(found: RunLedger) -> Iterator[tuple[float, str]]:
     yield ratio, f"{text}: {do} may save {much}"
 
 
-def _own_function(
-    found: RunLedger, functions: Sequence[OwnFunction]
-) -> Iterator[tuple[float, str]]:
-    """The function that takes most of forward and loss outside of layers."""
+def _own_function(inputs: RuleInputs, found: RunLedger) -> Iterator[tuple[float, str]]:
+    """The function that takes most of the model's own work outside of layers."""
+    functions = own_functions(inputs, found, outside_layers=True)
     most = max(functions, key=lambda each: each.ns_per_step, default=None)
     ratio = most.ns_per_step / found.ledger.mean_ns if most is not None else 0.0
     if most is not None and ratio >= CRITICAL_RATIO:

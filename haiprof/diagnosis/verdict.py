@@ -133,7 +133,7 @@ class OwnFunction:
     expression: str  # Of that line; empty where it is not known
     line_count: int  # Lines of it that were seen
     position: str  # Of POSITIONS, where that line is
-    ns_per_step: float  # In forward and loss, without the job's functions that it calls
+    ns_per_step: float  # Up to backward, without the job's functions that it calls
     backward_ns: float
     """What backward takes for it: as a window's sequence numbers tell, else by its share of the
     forward that autograd records."""
