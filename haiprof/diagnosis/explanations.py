@@ -142,6 +142,9 @@ def explain(question: Question) -> Finding:
     said = (_BY_KEY.get(account.explanation) or by_activity or by_position)(question)
     if more := _MORE.get(account.activity):
         said = more(question, said)
+    if account.explanation == opportunities.FEEDS_THREAD:
+        waits = ", with the wait for the interpreter lock (GIL) of the thread that it hands this to"
+        said = replace(said, title=said.title + waits)
     ns = question.collections_ns
     if account.activity != _COLLECTION and ns >= _LEAST_RATIO * account.ns_per_step:
         causes = f", with the garbage collections that it causes ({duration_text(ns)})"

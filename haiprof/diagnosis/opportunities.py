@@ -22,7 +22,7 @@ from haiprof.base.ledger import POSITIONS
 from haiprof.diagnosis import thresholds
 from haiprof.diagnosis.job_time import JobTime
 from haiprof.run_analysis import ledger, step_positions
-from haiprof.run_analysis.code_samples import CodeTree, Frame
+from haiprof.run_analysis.code_samples import CodeSamples, CodeTree, Frame
 from haiprof.run_analysis.lines import (
     functions_of,
     innermost_stack,
@@ -67,6 +67,8 @@ _SAVES = re.compile(
     r"(?:Trainer\._save_checkpoint|Trainer\.save_checkpoint|Accelerator\.save_state)\Z"
 )
 """What a trainer makes a checkpoint in: preparing what is saved costs time, too."""
+FEEDS_THREAD = "feeds_thread"
+"""Key of lines that a library's thread gets its work from, with the wait for its lock."""
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
 _COLLECTING_MIN = 8  # So many samples within collections tell where they begin
@@ -405,6 +407,41 @@ def join_worker_cores(
     return table, [joined if each is batches else each for each in found]
 
 
+def join_fed_thread(
+    table: ledger.TimeTable, found: Sequence[Opportunity], others: CodeSamples
+) -> list[Opportunity]:
+    """What hands a library's thread its work, with the wait for the lock that this thread holds.
+
+    `others` are samples of the training process's other threads.
+    """
+    holds = next((x for x in found if x.activity == ledger.GIL_WAIT and x.at is None), None)
+    own = _library_of_threads(table, others) if holds is not None else ""
+    named = [own in re.split(r"[/\\]", frame.file) for frame in table.tree.frames]
+    inside = table.tree.holds(np.array([*named, False]))[table.stack]
+    feeds = [
+        each for each in found if own and each.at is not None
+        and float(table.ns[each.rows] @ inside[each.rows]) > _PURE * float(table.ns[each.rows].sum())
+    ]  # fmt: skip
+    if holds is None or not feeds:
+        return list(found)
+    largest = max(feeds, key=lambda each: float(table.ns[each.rows].sum()))
+    joined = np.concatenate([each.rows for each in (*feeds, holds)])
+    others_found = [each for each in found if not np.isin(each.rows, joined).any()]
+    return [*others_found, replace(largest, rows=joined, key=FEEDS_THREAD)]
+
+
+def _library_of_threads(table: ledger.TimeTable, others: CodeSamples) -> str:
+    """The package whose own threads hold most of what others than training run; else empty."""
+    ns, tree = defaultdict[str, float](float), table.tree
+    held = np.bincount(others.stack, others.weight_ns, len(tree.place))
+    for stack in np.flatnonzero(held).tolist():
+        names = [table.packages[tree.place[at]] for at in tree.outwards(stack)]
+        names = [name for name in names if name != "python"]
+        ns["" if ledger.JOB in names or not names else names[-1]] += float(held[stack])
+    most = max(ns, key=lambda name: ns[name], default="")
+    return most if ns[most] > _MOST * sum(ns.values()) else ""
+
+
 def opportunity(table: ledger.TimeTable, rows: Ints, at: CodePlace | None) -> Opportunity:
     """Some rows, by what most of their time is."""
     ns = table.ns[rows]
@@ -475,15 +512,27 @@ def code_place(tree: CodeTree, stack: int) -> CodePlace | None:
 
 def _of_code(table: ledger.TimeTable, free: Bools) -> Iterator[Opportunity]:
     """Nodes of the call tree; those of one function and position are one."""
-    numbers = functions_of(table.tree)[1]
+    names, numbers = functions_of(table.tree)
     walk = _Walk(table=table, free=free, models=_model_functions(table, numbers))
     merged: dict[tuple[int, int, int], tuple[list[Ints], _Line]] = {}
-    for rows, line in walk.nodes(_grow(table, numbers)):
+    backward = _find_backwards(names)
+    nodes = sorted(walk.nodes(_grow(table, numbers)), key=lambda x: x[1].function.key in backward)
+    for rows, line in nodes:
         at = line.frame if walk.is_driver(line.function) else -1
         key = (line.function.key, at, int(_BESIDE_MODEL[_main_position(table, rows)]))
+        if key[0] in backward:  # who changes its forward changes it, too
+            key = (backward[key[0]], -1, FORWARD)
         merged.setdefault(key, ([], line))[0].append(rows)
     for parts, line in merged.values():
         yield opportunity(table, np.concatenate(parts), code_place(table.tree, line.stack))
+
+
+def _find_backwards(names: Sequence[tuple[str, str]]) -> dict[int, int]:
+    """`backward` of each `torch.autograd.Function`, with its `forward`, as numbers."""
+    number = {name: at for at, name in enumerate(names)}
+    pairs = (((file, name.removesuffix(".backward") + ".forward"), at)
+             for (file, name), at in number.items() if name.endswith(".backward"))  # fmt: skip
+    return {at: number[forward] for forward, at in pairs if forward in number}
 
 
 def _holds(table: ledger.TimeTable, functions: re.Pattern[str]) -> Bools:

@@ -163,6 +163,8 @@ def run_ledger(
     found = opportunities.join_received(table, found, time=time, waits=waits)
     share = _workers_share(inputs, time.slowest)
     table, found = opportunities.join_worker_cores(table, found, share if share > 0.5 else 0.0)
+    others = samples.take((samples.phase == OTHER_THREADS) & (samples.worker < 0))
+    found = opportunities.join_fed_thread(table, found, others)
     starved = starvation(inputs)
     if starved is not None and starved.rule == NEIGHBOURS:  # the workers take cores, too
         found = [replace(each, unsure_ns=share * time.mean_of(table, each.rows))
@@ -718,7 +720,10 @@ class _Accounts:
             return {}
         if found.key in (SLOWED, opportunities.RECOMPUTED):  # beside or before what it makes longer
             return {"file": at.file, "line": at.line, "function": at.function}
-        return self._describe_line(found.rows, at.file, at.line, at.function)
+        rows = found.rows
+        if found.key == opportunities.FEEDS_THREAD:  # the wait for the thread is in all lines
+            rows = rows[self.table.activity[rows] != ledger.GIL_WAIT]
+        return self._describe_line(rows, at.file, at.line, at.function)
 
     def _describe_line(self, rows: Ints, file: str, line: int, function: str) -> dict[str, Any]:
         """A line with what of it is most of what some rows do, and what that calls."""

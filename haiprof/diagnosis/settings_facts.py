@@ -16,7 +16,7 @@ import numpy as np
 from haiprof.base.code_places import place_text
 from haiprof.base.intervals import Intervals, covered_lengths, total
 from haiprof.base.ledger import PROBLEM_RATIO
-from haiprof.base.units import ranks_text, ratio_text, visible
+from haiprof.base.units import NS_PER_MS, ranks_text, ratio_text, visible
 from haiprof.diagnosis.machine_causes import SETS_THREADS, used_by_others
 from haiprof.diagnosis.opportunities import calling_place
 from haiprof.diagnosis.rule_inputs import Rule, RuleInputs, typical_rank, usual_split
@@ -85,7 +85,7 @@ PRICES: Mapping[str, Price] = {
     "anomaly": Price(least=1.17, most=6.54), "profiler": Price(least=1.01, most=1.48),
     "float64": Price(least=1.16, most=3.31, phases=STEP),
     "deterministic": Price(least=1.00, most=1.03),
-    "mkldnn_convolutions": Price(least=2.01, most=2.01), "float16": Price(least=2.90, most=32.3),
+    "mkldnn_convolutions": Price(least=1.25, most=4.75), "float16": Price(least=2.90, most=32.3),
     "find_unused_parameters": Price(least=1.02, most=1.18),
 }  # fmt: skip
 """Least and most of the medians in `benchmarks/results/settings_price.md`, over its jobs."""
@@ -521,17 +521,23 @@ def deterministic_mode(inputs: RuleInputs) -> Finding | None:
     ), price)  # fmt: skip
 
 
+_SMALL_CONVOLUTIONS_NS = 5 * NS_PER_MS
+"""Forward and backward of less were quicker without oneDNN, measured on two models."""
+
+
 @_setting(device="cpu", severity="warning")
 def mkldnn_off(inputs: RuleInputs) -> Finding | None:
     """Convolutions on CPUs run without oneDNN."""
     # Matrix products in float32 are MKL's or OpenBLAS' either way.
     off = [each for each in inputs.settings.values() if each.flags.get("mkldnn") is False]
-    if not any(has_layers(each, ("Conv",)) for each in off):
+    split = usual_split(inputs.by_rank[typical_rank(inputs)])
+    small = sum(split[phase] or 0.0 for phase in MODEL) < _SMALL_CONVOLUTIONS_NS
+    if small or not any(has_layers(each, ("Conv",)) for each in off):
         return None
     price = PRICES["mkldnn_convolutions"]
     return _add_price(inputs, make_finding(
-        f"oneDNN is switched off: convolutions take at least {price.least:.1f}x as long, "
-        f"{ratio_text(price.lost_ratio(inputs))} of the step",
+        f"oneDNN is switched off: models of convolutions take {price.least:.1f}x to "
+        f"{price.most:.1f}x as long, at least {ratio_text(price.lost_ratio(inputs))} of the step",
         "remove torch.backends.mkldnn.enabled = False (or mkldnn.flags(enabled=False))",
         confidence=0.7,
         setting=r"([\w.]+\.)?mkldnn\.enabled = False|flags\(.*\benabled=False",

@@ -454,3 +454,15 @@ def test_what_rounding_makes_larger_than_all_takes_no_more_than_there_is() -> No
     split, taken = table.split(rows, 1 + 1e-9)
     assert split.ns.min() == 0
     assert split.ns[taken].sum() == table.ns.sum()
+
+
+def test_forward_and_backward_of_one_function_are_one() -> None:
+    """Statistics that a layer exchanges in both: who changes one changes the other."""
+    reduces = (BARRIER[0], 3100, "all_reduce")
+    own = (job(9, "Stats.forward", "net.py"), job(17, "Stats.backward", "net.py"))
+    applies = (f"{SITE}/torch/autograd/function.py", 311, "BackwardCFunction.apply")
+    parts = [
+        ("forward", (SCRIPT, MAIN, MODULE, FORWARD, own[0], reduces), 3),
+        ("backward", (SCRIPT, job(43, "main"), ENGINE, applies, own[1], reduces), 2),
+    ]
+    assert found(*parts) == {"Stats.forward:9": (5, "forward", "wait: link")}

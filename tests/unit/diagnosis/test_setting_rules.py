@@ -110,6 +110,12 @@ def long_updates(root: Path, **settings: Any) -> dict[str, Finding]:
     return of_settings(judged(root))
 
 
+def of_quick_steps(root: Path, **settings: Any) -> dict[str, Finding]:
+    write_story(root, lambda rank, step: (0.2, 1.0, 2.0, 0.2))
+    told(root, **settings)
+    return of_settings(judged(root))
+
+
 def on_gpu(root: Path, *, ranks: int = 1, **settings: Any) -> dict[str, Finding]:
     write_story(root, lambda rank, step: (0.2, 5.0, 10.0, 9.0), ranks=ranks, gpu=0.9, cores=0.5)
     for rank in range(ranks):
@@ -260,6 +266,8 @@ def full(**flags: Any) -> dict[str, Any]:
         (on_cpus, {"flags": {"mkldnn": False}, "model": {"layers": {"Conv2d": 8}}},
          ("mkldnn_off",)),
         (on_cpus, {"flags": {"mkldnn": False}, "model": {"layers": {"Linear": 8}}}, ()),
+        (of_quick_steps, {"flags": {"mkldnn": False}, "model": {"layers": {"Conv2d": 8}}},
+         ()),  # small ones may be quicker without
         (on_cpus, {"flags": {"deterministic": True}}, ()),  # from here on: no effect on CPUs
         (on_cpus, {"flags": {"cudnn_deterministic": True, "cudnn_benchmark": False}}, ()),
         (on_cpus, {"variables": {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1"}}, ()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -213,6 +214,29 @@ def write_lock(root: Path, *more: tuple[Any, ...]) -> None:
     samples = [(START_NS + i * 5 * NS_PER_MS, USUAL["forward"]) for i in range(600)]
     waits = [i % 3 == 0 for i in range(600)]
     write_stacks(path, samples, waits=waits, other=(job(12, "refresh", "cache.py"), *more))
+
+
+EVENTS = f"{SITE}/tensorboard/summary/writer/event_file_writer.py"
+WRITES = (
+    (f"{PYTHON}/threading.py", 1045, "Thread._bootstrap_inner"),
+    (EVENTS, 262, "_AsyncWriterThread.run"),
+    (EVENTS, 269, "_AsyncWriterThread._run"),
+)
+LOGS = (
+    SCRIPT,
+    (*MAIN, "w.add_images('x', x)"),
+    (f"{SITE}/torch/utils/tensorboard/writer.py", 600, "SummaryWriter.add_images"),
+)
+
+
+def write_fed(root: Path, *other: tuple[Any, ...]) -> None:
+    """The same with 20 of 37 ms of a step, one in four its loss, that hand TensorBoard pictures."""
+    write_sampled(root, lambda *_: BALANCED, steps=200, gap_ms=5.0)
+    at = sample(RunFrames(root), lambda phase, _: LOGS if phase == "other" else USUAL[phase])
+    path = RunPaths(root).rank(0).stacks
+    path.unlink()
+    chance = random.Random(1)
+    write_stacks(path, at, waits=[chance.random() < 1 / 3 for _ in at], other=other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,6 +520,15 @@ STORIES = {
     ),
     "another thread holds the lock": Story(
         write=write_lock, slug="interpreter_lock", lost=0.33, place="cache.py:12 refresh",
+    ),
+    "TensorBoard's thread holds the lock": Story(
+        write=lambda root: write_fed(root, *WRITES), slug="outside_the_model", lost=0.6,
+        place="train.py:40 main", says="with the wait for the interpreter lock (GIL) of the thread",
+        does="histograms and pictures far less often",
+    ),
+    "a thread of the job's holds the lock": Story(
+        write=lambda root: write_fed(root, *WRITES[:1], job(12, "refresh", "cache.py")),
+        slug="interpreter_lock", lost=0.33, place="cache.py:12 refresh",
     ),
     # ranks
     "a slow rank of two": Story(
