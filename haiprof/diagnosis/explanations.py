@@ -142,9 +142,6 @@ def explain(question: Question) -> Finding:
     said = (_BY_KEY.get(account.explanation) or by_activity or by_position)(question)
     if more := _MORE.get(account.activity):
         said = more(question, said)
-    if account.explanation == opportunities.FEEDS_THREAD:
-        waits = ", with the wait for the interpreter lock (GIL) of the thread that it hands this to"
-        said = replace(said, title=said.title + waits)
     ns = question.collections_ns
     if account.activity != _COLLECTION and ns >= _LEAST_RATIO * account.ns_per_step:
         causes = f", with the garbage collections that it causes ({duration_text(ns)})"
@@ -912,6 +909,13 @@ def _code(question: Question) -> Finding:
     )
 
 
+def _feeds_thread(question: Question) -> Finding:
+    account = question.account
+    thread = "the thread that it hands its work to, which holds the interpreter lock (GIL)"
+    title = f"{_function_text(account)}{_also_text(account)}, and {thread}, {question.amount}"
+    return replace(_code(question), title=title)
+
+
 def main_callee(account: Account) -> str | None:
     """The function of a library that an account is named by; of a trainer's way its end."""
     of_trainer = is_in_trainer(account) or _is_in_accelerate(account)
@@ -964,6 +968,7 @@ _EVALUATED = ("wait: loader", "evaluation")  # Batches of an evaluation are its 
 _BY_KEY: dict[str | None, Callable[[Question], Finding]] = {
     SMALL_OPERATORS: _small_operators,
     opportunities.WORKER_CORES: _waits_for_loader,
+    opportunities.FEEDS_THREAD: _feeds_thread,
     opportunities.RECEIVED: _receive,
     opportunities.RESTARTED: _explain_by(
         SLUGS["input"],

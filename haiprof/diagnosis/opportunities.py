@@ -418,10 +418,8 @@ def join_fed_thread(
     own = _library_of_threads(table, others) if holds is not None else ""
     named = [own in re.split(r"[/\\]", frame.file) for frame in table.tree.frames]
     inside = table.tree.holds(np.array([*named, False]))[table.stack]
-    feeds = [
-        each for each in found if own and each.at is not None
-        and float(table.ns[each.rows] @ inside[each.rows]) > _PURE * float(table.ns[each.rows].sum())
-    ]  # fmt: skip
+    ns = np.where(inside, 1 - _PURE, -_PURE) * table.ns
+    feeds = [each for each in found if own and each.at is not None and ns[each.rows].sum() > 0]
     if holds is None or not feeds:
         return list(found)
     largest = max(feeds, key=lambda each: float(table.ns[each.rows].sum()))

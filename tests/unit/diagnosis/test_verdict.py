@@ -523,7 +523,7 @@ STORIES = {
     ),
     "TensorBoard's thread holds the lock": Story(
         write=lambda root: write_fed(root, *WRITES), slug="outside_the_model", lost=0.6,
-        place="train.py:40 main", says="with the wait for the interpreter lock (GIL) of the thread",
+        place="train.py:40 main", says="and the thread that it hands its work to",
         does="histograms and pictures far less often",
     ),
     "a thread of the job's holds the lock": Story(
