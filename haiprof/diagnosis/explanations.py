@@ -572,11 +572,11 @@ def _link(question: Question) -> Finding:
             rule="blocking_collectives", remedy=remedy,
             title=f"{what}, {question.amount}, not counting the wait for late ranks",
         )  # fmt: skip
-    between, starved = "the link between the ranks", None
-    if len(set(inputs.hosts.values())) > 1:
-        between = "the network between the nodes"
-    else:
+    tool, starved = "nccl-tests" if inputs.uses_gpu else "iperf3", None
+    measure = f"measure the link between the ranks (haiprof doctor; {tool}); "
+    if len(set(inputs.hosts.values())) == 1:
         starved = machine_causes.starvation(inputs)
+        measure *= inputs.uses_gpu  # others exchange through the node's memory
     first = f"first {starved.remedy}: on one node an exchange needs cores; " if starved else ""
     models = [model for each in inputs.settings.values() for model in each.models]
     is_sharded = any(model.fsdp_unit_count for model in models)
@@ -595,8 +595,7 @@ def _link(question: Question) -> Finding:
         cause="small_buckets" if buckets else None,
         title=f"exchanging {'parameters and ' * is_sharded}gradients takes longer than their bytes "
         f"need on a good link, {question.amount}, not counting the wait for late ranks{buckets}",
-        remedy=f"{first}measure {between} (haiprof doctor; iperf3, nccl-tests); send less: "
-        f"{spares}, or larger batches",
+        remedy=f"{first}{measure}send less: {spares}, or larger batches",
     )
 
 

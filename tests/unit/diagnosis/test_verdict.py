@@ -746,6 +746,7 @@ def test_a_slow_exchange_in_many_small_buckets_says_so(root: Path, size: float, 
     assert first.rule == "link_bound"
     assert ("about 60 all-reduces a step, for buckets of 1.02 KiB" in first.title) == said
     assert ("bucket_cap_mb" in first.remedy) == said
+    assert "measure the link" not in first.remedy  # ranks of one node without GPUs have none
 
 
 @pytest.mark.parametrize(
