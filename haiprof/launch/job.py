@@ -75,6 +75,9 @@ class Job:
     _folder: RunFolder | None = None
     _host: str = field(default_factory=socket.gethostname)
 
+    def __post_init__(self) -> None:
+        self._trace_parts = os.fspath(self.run.trace_parts)  # looked for twice a second
+
     def prepare(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Prepares the run before the job starts; returns variables for the job."""
         if self.options.burst:
@@ -304,7 +307,7 @@ class Job:
         agent = self._agent
         if agent is None or not self.pid:
             return
-        if self._finisher is None and self.run.trace_parts.is_dir():
+        if self._finisher is None and os.path.isdir(self._trace_parts):
             # A window was asked for while the job ran.
             self._finisher = Finisher(self.run, agent.host, in_child=self.supervisor.unblock)
         if agent.elected:

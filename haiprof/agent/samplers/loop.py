@@ -136,7 +136,7 @@ class Stream:
 
     def sample_if_due(self, now_ns: int) -> None:
         """Samples when it is time, or out of turn when the sampler has something new."""
-        if now_ns >= self.pace.due_ns:
+        if now_ns >= self.pace.due_ns - self.pace.interval_ns * _EARLY_RATIO:
             read_ns = self._take()
             self.pace.advance(self.clock(), read_ns)
         elif now_ns - self._last_ns >= _MIN_GAP_NS:
@@ -200,7 +200,9 @@ class Stream:
                 self.report(line)
 
 
-_POLL_S = 0.25  # how soon a rank that reports in is noticed
+_POLL_S, _LATER_POLL_S = 0.25, 1.0  # how soon a rank that reports in is noticed
+_LATER_NS = 60 * NS_PER_S  # from the start: then ranks have reported in, but for those restarted
+_EARLY_RATIO = 0.25  # of its interval: a sample is taken early with those of others, in one wake-up
 _LIST_NS = NS_PER_S // 10  # samplers that look for ranks at one poll share one list
 _COST_EVERY_NS = 10 * NS_PER_S
 _COST_SPREAD = 0.05  # of the run from line to line: some hundred lines in weeks
@@ -252,7 +254,8 @@ class SamplingLoop:
             while True:
                 now = self.clock()
                 dues = [(stream.pace.due_ns - now) / NS_PER_S for stream in streams]
-                if stop.wait(max(0.0, min([_POLL_S, *dues]))):
+                poll_s = _POLL_S if now < began_ns + _LATER_NS else _LATER_POLL_S
+                if stop.wait(max(0.0, min([poll_s, *dues]))):
                     break
                 self._report_suspend(watch)
                 for stream in streams:
