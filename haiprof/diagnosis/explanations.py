@@ -150,7 +150,18 @@ def explain(question: Question) -> Finding:
     if paid := re.match(r"every \d+\w\w step", account.when):  # so it is done every N steps already
         remedy = said.remedy.replace("every N steps", f"less often than {paid[0]}")
         said = replace(said, remedy=remedy)
+    rank = min(account.ranks or question.inputs.world)
+    is_full = machine_causes.busy_ratio(question.inputs, rank) >= _FULL
+    if is_full and _ELSEWHERE.search(said.remedy) and not account.activity.startswith("wait"):
+        full = "; the job keeps its cores busy: done elsewhere on this node, it gains little"
+        said = replace(said, remedy=said.remedy + full)
     return _name_alone(question, said)
+
+
+_ELSEWHERE = re.compile(
+    r"beside training|worker processes|DataLoader worker|another (?:thread|process)"
+)
+_FULL = 0.9  # So much of their cores that ranks use leaves none for more work. Own choice.
 
 
 def _name_alone(question: Question, said: Finding) -> Finding:

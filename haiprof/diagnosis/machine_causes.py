@@ -211,6 +211,12 @@ def shared_cores(inputs: RuleInputs, rank: int) -> tuple[tuple[Placement, ...], 
     return group, len(frozenset[int]().union(*(p.allowed_cpus or frozenset() for p in group)))
 
 
+def busy_ratio(inputs: RuleInputs, rank: int) -> float:
+    """Of the cores that a rank may use, what the job's ranks there use; 0 where not known."""
+    group, cores = shared_cores(inputs, rank)
+    return sum(inputs.busy_cores.get(one.rank, 0.0) for one in group) / cores if cores else 0.0
+
+
 def others_beside(inputs: RuleInputs, ranks: Sequence[int]) -> float | None:
     """Cores that others used on the node of some ranks, the most of several; none named: of all."""
     hosts = inputs.hosts

@@ -20,6 +20,7 @@ from haiprof.diagnosis.job_time import BESIDE, DeviceUse, JobTime, Singles, Stra
 from haiprof.diagnosis.loader_causes import even_ratio, restarts_workers
 from haiprof.diagnosis.machine_causes import (
     NEIGHBOURS,
+    busy_ratio,
     find_larger_inputs,
     shared_cores,
     starvation,
@@ -304,11 +305,9 @@ def _keep_needed_waits(
     """What waiting leaves: no step is shorter than the work of others that it is for."""
     # Where a lock or unequal shares hold workers up, that of each worker; where a lock is waited
     # for, that of all threads and processes of the ranks on their cores.
-    group, cores = shared_cores(inputs, time.slowest)
-    busy = sum(inputs.busy_cores.get(one.rank, 0.0) for one in group)
     least = {
         ledger.LOADER_WAIT: even_ratio(samples.take(samples.phase == WORKER)),
-        ledger.LOCK_WAIT: busy / cores if cores else 0.0,
+        ledger.LOCK_WAIT: busy_ratio(inputs, time.slowest),
     }
     for each in found:
         if each.activity == ledger.LOCK_WAIT or (

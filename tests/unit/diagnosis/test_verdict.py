@@ -1301,6 +1301,18 @@ def test_others_beside_the_only_core_that_a_rank_may_use_are_not_blamed(root: Pa
     assert judged(root).headline.startswith(said)
 
 
+@pytest.mark.parametrize(("ranks", "said"), [(1, False), (2, True)])
+def test_where_no_core_is_free_work_in_other_processes_gains_little(
+    root: Path, ranks: int, said: bool
+) -> None:
+    stacks: Stacks = {"dataloader": (SCRIPT, MAIN, LOG)}
+    times: PhaseTimes = lambda *_: (30.0, *BALANCED[1:])  # noqa: E731
+    write_cores(root, [Cores()] * ranks, times=times, stacks=stacks, lock="h")
+    first = judged(root).findings[0]
+    assert "in worker processes" in first.remedy
+    assert ("done elsewhere on this node, it gains little" in first.remedy) == said
+
+
 @pytest.mark.parametrize(
     ("times", "said"),
     [(1.0, "(1.50 cores: pytest 0.45)"), (4.0, "(1.50 cores: pytest)")],  # seen ahead of training
