@@ -69,6 +69,7 @@ _SAVES = re.compile(
 """What a trainer makes a checkpoint in: preparing what is saved costs time, too."""
 FEEDS_THREAD = "feeds_thread"
 """Key of lines that a library's thread gets its work from, with the wait for its lock."""
+_IN_PACKAGE = re.compile(r".*-packages(?=[/\\])", re.DOTALL)
 WORKER_CORES = "worker_cores"
 """Key of the wait for batches with the wait for the cores that the workers take."""
 _COLLECTING_MIN = 8  # So many samples within collections tell where they begin
@@ -77,6 +78,7 @@ _SHARDED = re.compile(
 )
 METRIC_FILE = "/torchmetrics/metric.py"  # Runs each metric, and keeps its state
 _COPIES = "/copy.py"  # Who copies a model calls torch's own code, and works for no forward
+_FUNCTION_FILE = "/torch/autograd/function.py"  # Calls what a job's own Functions define
 _CHECKPOINT_FILE = "/torch/utils/checkpoint.py"
 _NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
@@ -416,8 +418,10 @@ def join_fed_thread(
     """
     holds = next((x for x in found if x.activity == ledger.GIL_WAIT and x.at is None), None)
     own = _library_of_threads(table, others) if holds is not None else ""
-    named = [own in re.split(r"[/\\]", frame.file) for frame in table.tree.frames]
-    inside = table.tree.holds(np.array([*named, False]))[table.stack]
+    folders = (_IN_PACKAGE.sub("", frame.file) for frame in table.tree.frames)
+    named = [own in re.split(r"[/\\]", folder) for folder in folders]
+    named_library = np.array(named, dtype=np.bool_) & table.tree.library
+    inside = table.tree.holds(np.append(named_library, False))[table.stack]
     ns = np.where(inside, 1 - _PURE, -_PURE) * table.ns
     feeds = [each for each in found if own and each.at is not None and ns[each.rows].sum() > 0]
     if holds is None or not feeds:
@@ -437,7 +441,8 @@ def _library_of_threads(table: ledger.TimeTable, others: CodeSamples) -> str:
         names = [name for name in names if name != "python"]
         ns["" if ledger.JOB in names or not names else names[-1]] += float(held[stack])
     most = max(ns, key=lambda name: ns[name], default="")
-    return most if ns[most] > _MOST * sum(ns.values()) else ""
+    is_most = ns[most] > _MOST * sum(ns.values())
+    return most if is_most and most not in FRAMEWORKS else ""  # any line calls a framework
 
 
 def opportunity(table: ledger.TimeTable, rows: Ints, at: CodePlace | None) -> Opportunity:
@@ -513,7 +518,7 @@ def _of_code(table: ledger.TimeTable, free: Bools) -> Iterator[Opportunity]:
     names, numbers = functions_of(table.tree)
     walk = _Walk(table=table, free=free, models=_model_functions(table, numbers))
     merged: dict[tuple[int, int, int], tuple[list[Ints], _Line]] = {}
-    backward = _find_backwards(names)
+    backward = _find_backwards(table.tree, names, numbers)
     nodes = sorted(walk.nodes(_grow(table, numbers)), key=lambda x: x[1].function.key in backward)
     for rows, line in nodes:
         at = line.frame if walk.is_driver(line.function) else -1
@@ -525,11 +530,15 @@ def _of_code(table: ledger.TimeTable, free: Bools) -> Iterator[Opportunity]:
         yield opportunity(table, np.concatenate(parts), code_place(table.tree, line.stack))
 
 
-def _find_backwards(names: Sequence[tuple[str, str]]) -> dict[int, int]:
+def _find_backwards(
+    tree: CodeTree, names: Sequence[tuple[str, str]], numbers: Ints
+) -> dict[int, int]:
     """`backward` of each `torch.autograd.Function`, with its `forward`, as numbers."""
+    calls = np.array([*(each.file.endswith(_FUNCTION_FILE) for each in tree.frames), False])
+    called = np.unique(numbers[tree.place[calls[tree.place[tree.parent]]]])
     number = {name: at for at, name in enumerate(names)}
-    pairs = (((file, name.removesuffix(".backward") + ".forward"), at)
-             for (file, name), at in number.items() if name.endswith(".backward"))  # fmt: skip
+    pairs = (((file, name.removesuffix(".backward") + ".forward"), at) for at in called.tolist()
+             if at >= 0 for file, name in [names[at]] if name.endswith(".backward"))  # fmt: skip
     return {at: number[forward] for forward, at in pairs if forward in number}
 
 

@@ -530,6 +530,12 @@ STORIES = {
         write=lambda root: write_fed(root, *WRITES[:1], job(12, "refresh", "cache.py")),
         slug="interpreter_lock", lost=0.33, place="cache.py:12 refresh",
     ),
+    "a thread of torch's holds the lock": Story(
+        write=lambda root: write_fed(
+            root, (f"{SITE}/torch/utils/data/_utils/pin_memory.py", 50, "_pin_memory_loop")
+        ),
+        slug="interpreter_lock", lost=0.33, says="another Python thread",
+    ),
     # ranks
     "a slow rank of two": Story(
         write=sampled(SLOW_RANK, ranks=2), slug="ranks_uneven", rank=1, cause="forward", lost=0.18,
