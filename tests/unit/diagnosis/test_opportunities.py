@@ -466,3 +466,14 @@ def test_forward_and_backward_of_one_function_are_one() -> None:
         ("backward", (SCRIPT, job(43, "main"), ENGINE, applies, own[1], reduces), 2),
     ]
     assert found(*parts) == {"Stats.forward:9": (5, "forward", "wait: link")}
+
+
+def test_backward_of_a_trainer_is_no_part_of_its_forward() -> None:
+    """LightningModule has both names; no Function of autograd's does."""
+    parts = [
+        ("forward", (SCRIPT, MAIN, MODULE, job(9, "Lit.forward"), DUMPS), 3, "h"),
+        ("backward", (SCRIPT, job(17, "Lit.backward"), DUMPS), 2, "h"),
+    ]
+    assert {place: row[0] for place, row in found(*parts).items()} == {
+        "Lit.forward:9": 3, "Lit.backward:17": 2,
+    }  # fmt: skip
