@@ -134,9 +134,13 @@ class Stream:
         self.pace = Pace(self.interval_ns, self.sampler.read_limit_ns, self._last_ns)
         return True
 
-    def sample_if_due(self, now_ns: int) -> None:
-        """Samples when it is time, or out of turn when the sampler has something new."""
-        if now_ns >= self.pace.due_ns - self.pace.interval_ns * _EARLY_RATIO:
+    def sample_if_due(self, now_ns: int, *, with_others: bool = False) -> None:
+        """Samples when it is time, or out of turn when the sampler has something new.
+
+        `with_others`: another one samples now, and this one does so, too, where it is soon due.
+        """
+        early_ns = self.pace.interval_ns * _EARLY_RATIO if with_others else 0
+        if now_ns >= self.pace.due_ns - early_ns:
             read_ns = self._take()
             self.pace.advance(self.clock(), read_ns)
         elif now_ns - self._last_ns >= _MIN_GAP_NS:
@@ -202,7 +206,7 @@ class Stream:
 
 _POLL_S, _LATER_POLL_S = 0.25, 1.0  # how soon a rank that reports in is noticed
 _LATER_NS = 60 * NS_PER_S  # from the start: then ranks have reported in, but for those restarted
-_EARLY_RATIO = 0.25  # of its interval: a sample is taken early with those of others, in one wake-up
+_EARLY_RATIO = 0.25  # of its interval: so much earlier a sample is taken with those of others
 _LIST_NS = NS_PER_S // 10  # samplers that look for ranks at one poll share one list
 _COST_EVERY_NS = 10 * NS_PER_S
 _COST_SPREAD = 0.05  # of the run from line to line: some hundred lines in weeks
@@ -258,8 +262,10 @@ class SamplingLoop:
                 if stop.wait(max(0.0, min([poll_s, *dues]))):
                     break
                 self._report_suspend(watch)
+                now = self.clock()
+                is_due = any(stream.pace.due_ns <= now for stream in streams)
                 for stream in streams:
-                    stream.sample_if_due(self.clock())
+                    stream.sample_if_due(self.clock(), with_others=is_due)
                 elapsed_ns = self.clock() - began_ns
                 if began_ns + elapsed_ns >= due_ns:
                     due_ns += max(_COST_EVERY_NS, int(elapsed_ns * _COST_SPREAD))

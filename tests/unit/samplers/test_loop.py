@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,32 @@ def test_loop_records_what_the_options_name(run: RunPaths) -> None:
     assert [entity["key"] for entity in gpu.header["entities"]] == [[0], [1]]
     assert not run.node(NODE).records("process").exists()
     assert nvml.is_let_go_of()
+
+
+def test_loop_samples_of_one_second_are_taken_in_one_wake_up(run: RunPaths) -> None:
+    """Sources that began at other times, too; ranks are looked for once a second later on."""
+    waits: list[int] = []
+
+    class Counted(SimulatedTime):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(self.now)
+            return super().wait(timeout)
+
+    stop, seen = Counted(200), list[tuple[str, int]]()
+
+    def sample(name: str, number: int) -> bytes:
+        seen.append((name, stop.now))
+        stop.now += 200_000_000 * (number == 1)  # its source answers late at first
+        return record(number)
+
+    samplers = [Scripted(partial(sample, "host")), ScriptedGpu(partial(sample, "gpu"))]
+    loop_for(run, interval_s=1.0, samplers=samplers, clock=stop.clock, boot_clock=stop.clock).run(
+        stop
+    )
+    times = {name: {at for other, at in seen if other == name} for name in ("host", "gpu")}
+    assert len(times["host"]) == pytest.approx(200, abs=3)
+    assert len(times["host"] ^ times["gpu"]) <= 4  # the first of each, and the last
+    assert sum(at > 100 * NS_PER_S for at in waits) <= 105
 
 
 def test_loop_short_job_has_a_first_and_a_last_sample(run: RunPaths) -> None:
