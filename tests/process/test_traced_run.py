@@ -147,44 +147,6 @@ def inside(event: dict[str, Any], outer: dict[str, Any]) -> bool:
     return bool(same and event["ts"] > outer["ts"] - 0.1 and ends[0] < ends[1] + 0.1)
 
 
-@pytest.mark.parametrize("source", first_of(["loop", "no_loader"], "loop"))
-def test_traced_steps_have_forward_and_backward_around_their_operators(
-    source: str, tmp_path: Path
-) -> None:
-    without = PACED.replace("batches({count})", "list(batches({count}))")
-    text = (PACED if source == "loop" else without).format(count=40, seconds=0)
-    _, run = traced(tmp_path, text, "--steps", "20:24", "--trace-modules")
-    (path,) = run.traces.glob("*.gz")
-    events = [event for event in load(path) if event.get("ph") == "X"]
-
-    def named(start: str) -> list[dict[str, Any]]:
-        return [event for event in events if event["name"].startswith(start)]
-
-    steps = sorted(named("ProfilerStep#"), key=lambda event: event["ts"])
-    assert [step["name"] for step in steps] == [f"ProfilerStep#{n}" for n in range(20, 24)]
-    for name, operators in (("forward", "aten::linear"), ("backward", "autograd::engine::eval")):
-        ranges = [event for event in events if event["name"] == name]
-        assert all(event["cat"] == "user_annotation" for event in ranges)
-        for step in steps:
-            assert sum(inside(event, step) for event in ranges) == 1, name
-        assert len(ranges) == len(steps)
-        work = [event for event in named(operators) if event["cat"] == "cpu_op"]
-        assert len(work) >= len(steps)
-        assert all(sum(inside(event, each) for each in ranges) == 1 for event in work)
-
-    trace = haiprof.TraceAnalysis(run.root).traces[0]
-    assert not trace.annotations["name"].cast(str).is_in(["forward", "backward"]).any()
-    assert trace.phase_ranges.height == 8
-    done = run_command(["modules", str(run.root), "--json"], folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert '"forward' not in done.stdout
-    assert run_command(["merge", str(run.root)], folder=tmp_path).returncode == 0
-    for name in ("forward", "backward"):
-        merged = [e for e in load(run.root / "merged.json.gz") if e["name"] == name]
-        assert len(merged) == len({(event["ts"], event["dur"]) for event in merged}) >= 4
-        assert len({event["pid"] for event in merged}) == 1
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("count", "recorded", "said"),
@@ -202,24 +164,72 @@ def test_job_that_ends_before_its_window_does_keeps_what_was_recorded(
 
 MLP = """
 import torch
+from torch.utils.data import DataLoader
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 32))
 optimizer = torch.optim.AdamW(model.parameters())
-for _ in range(60):
-    loss = model(torch.randn(128, 64)).square().mean()
+for x in DataLoader(torch.randn(60 * 128, 64), batch_size=128):
+    loss = model(x).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 """
+
+
 MLP_FLOPS = 2 * 128 * (64 * 256 * 2 + 256 * 32 * 3)
 """Of a step: each product once forward and twice backward, but the input has no gradient."""
 
 
-def test_a_step_traced_with_shapes_gives_the_mfu_of_all_steps(tmp_path: Path) -> None:
-    _, run = traced(tmp_path, MLP, "--steps", "30:32", "--trace-shapes")
+@pytest.mark.parametrize(
+    "batches", first_of(["DataLoader(", "list(DataLoader("], "DataLoader("), ids=["loader", "list"]
+)
+def test_traced_steps_have_ranges_around_their_operators_and_an_mfu(
+    batches: str, tmp_path: Path
+) -> None:
+    text = MLP.replace("DataLoader(torch", f"{batches}torch")
+    text = text.replace("=128):", "=128)):") if batches.startswith("list") else text
+    _, run = traced(tmp_path, text, "--steps", "20:24", "--trace-modules", "--trace-shapes")
+    check_ranges(run, tmp_path)
+    check_mfu(run, tmp_path)
+
+
+def check_ranges(run: RunPaths, folder: Path) -> None:
+    """Forward and backward, in the trace and in what is made of it."""
+    (path,) = run.traces.glob("*.gz")
+    events = [event for event in load(path) if event.get("ph") == "X"]
+
+    def named(start: str) -> list[dict[str, Any]]:
+        return [event for event in events if event["name"].startswith(start)]
+
+    steps = sorted(named("ProfilerStep#"), key=lambda event: event["ts"])
+    assert [step["name"] for step in steps][:4] == [f"ProfilerStep#{n}" for n in range(20, 24)]
+    for name, operators in (("forward", "aten::linear"), ("backward", "autograd::engine::eval")):
+        ranges = [event for event in events if event["name"] == name]
+        assert all(event["cat"] == "user_annotation" for event in ranges)
+        for step in steps:
+            assert sum(inside(event, step) for event in ranges) == 1, name
+        assert len(ranges) == len(steps)
+        work = [event for event in named(operators) if event["cat"] == "cpu_op"]
+        assert len(work) >= len(steps)
+        assert all(sum(inside(event, each) for each in ranges) == 1 for event in work)
+
+    trace = haiprof.TraceAnalysis(run.root).traces[0]
+    assert not trace.annotations["name"].cast(str).is_in(["forward", "backward"]).any()
+    assert trace.phase_ranges.height == 8
+    done = run_command(["modules", str(run.root), "--json"], folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert '"forward' not in done.stdout
+    assert run_command(["merge", str(run.root)], folder=folder).returncode == 0
+    for name in ("forward", "backward"):
+        merged = [e for e in load(run.root / "merged.json.gz") if e["name"] == name]
+        assert len(merged) == len({(event["ts"], event["dur"]) for event in merged}) >= 4
+        assert len({event["pid"] for event in merged}) == 1
+
+
+def check_mfu(run: RunPaths, folder: Path) -> None:
     peak = {"HAIPROF_PEAK": "fp32=0.5"}
 
     def answer(*words: str, **more: str) -> str:
-        return run_command([*words, str(run.root)], folder=tmp_path, extra_environment=more).stdout
+        return run_command([*words, str(run.root)], folder=folder, extra_environment=more).stdout
 
     found = json.loads(answer("verdict", "--json", **peak))
     assert found["work"]["model_flops"] == pytest.approx(MLP_FLOPS, rel=0.01)

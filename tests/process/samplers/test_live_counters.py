@@ -117,14 +117,6 @@ def test_loop_samples_a_rank_soon_after_it_reports(tmp_path: Path) -> None:
         rank.kill()
 
 
-def test_launcher_loads_no_http_client_for_it() -> None:
-    words = (
-        "import sys, haiprof.agent.samplers; print(sorted({'http', 'email'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_software_names_torch_without_importing_it() -> None:
     code = (
         "import sys; from haiprof.agent.samplers.registry import software; "
