@@ -19,6 +19,7 @@ from tests.process.jobs import (
     REPOSITORY,
     SIMULATED_GPU,
     TWO_RANKS,
+    WITHOUT_DYNAMO,
     Job,
     run_job,
     run_script,
@@ -27,8 +28,9 @@ from tests.sampling import first_of, variants
 
 pytestmark = pytest.mark.slow
 
-ENDS = """
-import os, sys, threading
+ENDS = (
+    WITHOUT_DYNAMO
+    + """import os, sys, threading
 import torch
 from torch import nn
 how = sys.argv[1]
@@ -68,6 +70,7 @@ def step(number):
 for number in range(5):
     step(number)
 """
+)
 CAUSES = {
     "raise": "exception", "hook": "exception", "exit": "exit", "terminate": "crash",
 }  # fmt: skip
@@ -151,7 +154,7 @@ def test_out_of_address_space_is_told_as_out_of_memory(tmp_path: Path, way: str,
 
 def test_limit_of_the_address_space_is_told(tmp_path: Path) -> None:
     (tmp_path / "oom.py").write_text(
-        "import torch\nmodel = torch.nn.Linear(4, 4)\n"
+        f"{WITHOUT_DYNAMO}model = torch.nn.Linear(4, 4)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=.1)\nkept = []\n"
         "for step in range(400):\n"
         "    model(torch.ones(2, 4)).sum().backward()\n    optimizer.step()\n"
@@ -208,8 +211,9 @@ def test_rank_below_torchrun_that_is_killed_is_named_and_not_its_victim(tmp_path
     assert "rank 1 died first: killed (SIGKILL)" in lines[-1], "the cause is the last line"
 
 
-PRINTS = """
-import os, sys, time
+PRINTS = (
+    WITHOUT_DYNAMO
+    + """import os, sys, time
 import torch
 parameter = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.SGD([parameter], lr=.1)
@@ -222,6 +226,7 @@ for number in range(20):
 print("license server lost", file=sys.stderr, flush=True)
 os._exit(3) if sys.argv[1] == "exit" else allocate()
 """
+)
 
 
 @pytest.mark.parametrize(

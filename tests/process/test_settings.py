@@ -18,7 +18,7 @@ from haiprof.run_format.setting_lines import (
     SETTINGS_FIELDS,
 )
 from tests.conftest import Once
-from tests.process.jobs import Job, rank_events, run_command, run_script, succeeded
+from tests.process.jobs import WITHOUT_DYNAMO, Job, rank_events, run_command, run_script, succeeded
 
 pytestmark = pytest.mark.slow
 RULES = {
@@ -27,8 +27,9 @@ RULES = {
     "threads_over_cores",
     "settings_differ", "call_hook", "unused_gradients", "discarded_gradients",
 }  # fmt: skip
-COMMON = """
-import gc, os, sys, time
+COMMON = (
+    WITHOUT_DYNAMO
+    + """import gc, os, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,6 +43,7 @@ def batches(count):
     for _ in range(count):
         yield torch.randn(32, 64)
 """
+)
 PLAIN = """
 model = build(512)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import haiprof
 import haiprof.cli
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs
-from tests.process.jobs import Job, rank_events, run_command, run_job, succeeded
+from tests.process.jobs import Job, rank_events, ranks_training, run_command, run_job, succeeded
 from tests.process.live import LiveJob, plain_ranks, within
 from tests.process.loops import LOOPS, OF_TWO_RANKS, PRELUDE, loop_command, marked
 from tests.sampling import first_of
@@ -321,24 +320,8 @@ for step in range(1_000_000):
     time.sleep(0.004)
 """
 
-SCRIPT = """
-import os, signal, sys, time
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-for step in range(100_000):
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    if step == 20 and dist.get_rank() == 0:
-        print("TRAINS", flush=True)
-    time.sleep(0.04)
-"""
-
-
-def started(folder: Path, *options: str, source: str = SCRIPT) -> LiveJob:
+def started(folder: Path, *options: str, source: str) -> LiveJob:
     """The job, whose ranks have both reported in."""
     script = folder / "train.py"
     script.write_text(source)
@@ -347,39 +330,16 @@ def started(folder: Path, *options: str, source: str = SCRIPT) -> LiveJob:
     return job
 
 
-@pytest.fixture
-def live(tmp_path: Path) -> Iterator[LiveJob]:
-    with started(tmp_path) as job:
-        yield job
-
-
 def job_steps(path: str) -> list[str]:
     """Steps in a trace, as the job itself numbers them."""
     events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
     return sorted({e["name"] for e in events if str(e.get("name")).startswith("job_step_")})
 
 
-HURRIES = """
-import os, time
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-for step in range(1_000_000):
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    if step == 40 and dist.get_rank() == 0:
-        print("TRAINS", flush=True)
-    if not os.path.exists("hurry"):
-        time.sleep(0.05)
-"""
-
-
 @pytest.mark.proof
 def test_job_that_becomes_faster_than_it_said_is_asked_again(tmp_path: Path) -> None:
-    with started(tmp_path, source=HURRIES) as job, ThreadPoolExecutor(1) as pool:
+    source = ranks_training(each='os.path.exists("hurry") or time.sleep(0.05)')
+    with started(tmp_path, source=source) as job, ThreadPoolExecutor(1) as pool:
         run = RunPaths(next((tmp_path / "logs").iterdir()))
         asking = pool.submit(job.ask, "trace-now", job.pid, "--steps", "3")
         within(60, lambda: any(run.control_requests.glob("*")))
@@ -404,7 +364,7 @@ def test_ranks_that_record_again_trace_the_same_steps(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_job_whose_recording_has_ended_refuses(tmp_path: Path) -> None:
-    with started(tmp_path, "--time", "0.1") as job:
+    with started(tmp_path, "--time", "0.1", source=ranks_training()) as job:
         within(60, lambda: not job.listed()["recording"])
         found = job.ask("trace-now", job.pid, status=1)
         assert {rank["state"] for rank in found["ranks"]} == {"refused"}
