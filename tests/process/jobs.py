@@ -71,7 +71,8 @@ if not os.path.exists(libraries):  # no line of the simulated GPU is one of the 
     os.mkdir(libraries)
     os.symlink({str(REPOSITORY / "tests")!r}, os.path.join(libraries, "tests"))
 sys.path.insert(0, libraries)
-{WITHOUT_DYNAMO}from tests.simulated import gpu as simulated
+{WITHOUT_DYNAMO_ALONE}import torch
+from tests.simulated import gpu as simulated
 simulated.install(torch)
 """
 """The first lines of a script: a simulated GPU is in the place of torch.cuda's."""

@@ -13,7 +13,15 @@ import pytest
 from haiprof import Analyzer
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
-from tests.process.jobs import Job, environment, haiprof_command, rank_events, run_script, succeeded
+from tests.process.jobs import (
+    WITHOUT_DYNAMO,
+    Job,
+    environment,
+    haiprof_command,
+    rank_events,
+    run_script,
+    succeeded,
+)
 from tests.process.live import within
 from tests.process.loops import PRELUDE
 from tests.sampling import first_of
@@ -22,7 +30,8 @@ pytestmark = pytest.mark.slow
 
 QUIET = ("--quiet",)
 TRAIN = (
-    PRELUDE
+    WITHOUT_DYNAMO
+    + PRELUDE
     + """
 model = net()
 optimizer = torch.optim.AdamW(model.parameters())

@@ -206,7 +206,7 @@ def test_machine_without_slurm_says_so_and_shows_the_rest(
     ids=["ended well", "hostile", "an option", "no job", "from the job itself"],
 )  # fmt: skip
 def test_run_that_ended_well_or_names_no_job_is_not_asked_about(
-    run: RunPaths, tmp_path: Path, change: Mapping[str, Any], variables: Mapping[str, str]
+    run: RunPaths, tmp_path: Path, change: Mapping[str, Any], variables: dict[str, str]
 ) -> None:
     write_manifest(run, replace(read_manifest(run), **change))
     environ = commands(tmp_path / "bin", scontrol=shown("TIMEOUT")) | variables

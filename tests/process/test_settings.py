@@ -27,9 +27,8 @@ RULES = {
     "threads_over_cores",
     "settings_differ", "call_hook", "unused_gradients", "discarded_gradients",
 }  # fmt: skip
-COMMON = (
-    WITHOUT_DYNAMO
-    + """import gc, os, sys, time
+COMMON = """
+import gc, os, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,7 +42,6 @@ def batches(count):
     for _ in range(count):
         yield torch.randn(32, 64)
 """
-)
 PLAIN = """
 model = build(512)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -93,8 +91,9 @@ Run = Callable[..., Job]
 def run(once: Once) -> Run:
     def start(script: str) -> Job:
         def make(folder: Path) -> Job:
+            head = COMMON if script is COSTLY else WITHOUT_DYNAMO + COMMON
             extra = {"NCCL_API_TOKEN": "s3cr3t0123456789abcdef", "NCCL_DEBUG": "WARN"}
-            return succeeded(run_script(folder, COMMON + script, extra_environment=extra))
+            return succeeded(run_script(folder, head + script, extra_environment=extra))
 
         job: Job = once(("settings", script), make)
         return job
