@@ -10,12 +10,7 @@ import pytest
 
 from tests.process.jobs import Job, rank_events, run_script, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compile parity")]
-
-SCENARIOS = (
-    "whole", "in_place", "full_graph", "odd_calls", "broken", "blocks", "wrapped_blocks",
-    "train_step", "optimizer_step", "loss_function", "no_grad", "fallback", "eager", "afterwards",
-)  # fmt: skip
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import json, sys
@@ -189,43 +184,24 @@ json.dump(results, open(sys.argv[1], "w"))
 
 
 def run_scenarios(folder: Path, *, haiprof: bool) -> tuple[Job, dict[str, Any]]:
-    result = folder / "result.json"
+    result = folder / f"{haiprof}.json"
     job = succeeded(run_script(folder, SCRIPT, str(result), haiprof=haiprof))
     return job, json.loads(result.read_text())
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_scenarios(tmp_path_factory.mktemp("bare"), haiprof=False)[1]
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    job, result = run_scenarios(tmp_path_factory.mktemp("recorded"), haiprof=True)
-    assert rank_events(job, "hook_error") == []
-    assert rank_events(job, "patch_failed") == []
-    assert result["hooked"]
-    return result
-
-
-def without_frames(summary: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in summary.items() if key != "frames"}
-
-
-def test_bare_program_compiles_as_expected(bare: dict[str, Any]) -> None:
-    """The comparisons below would hold of a script that compiles nothing."""
-    for name in ("whole", "in_place", "full_graph", "train_step", "no_grad"):
+def test_compile_is_the_same_under_haiprof(tmp_path: Path) -> None:
+    _, bare = run_scenarios(tmp_path, haiprof=False)
+    for name in ("whole", "in_place", "full_graph", "train_step", "no_grad", "blocks"):
         assert bare[name]["graphs"] >= 1, name
     assert bare["broken"]["breaks"] >= 1
-    assert bare["blocks"]["graphs"] >= 1
-    assert bare["eager"]["graphs"] == 0
-    assert bare["afterwards"]["graphs"] == 0
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_compile_is_the_same_under_haiprof(
-    scenario: str, bare: dict[str, Any], recorded: dict[str, Any]
-) -> None:
-    assert without_frames(recorded[scenario]) == without_frames(bare[scenario])
-    for count in ("total", "ok"):  # a wrapper that Dynamo skips hides a frame: fewer is fine
-        assert recorded[scenario]["frames"].get(count, 0) <= bare[scenario]["frames"].get(count, 0)
+    assert bare["eager"]["graphs"] == bare["afterwards"]["graphs"] == 0
+    job, recorded = run_scenarios(tmp_path, haiprof=True)
+    assert rank_events(job, "hook_error") == rank_events(job, "patch_failed") == []
+    assert recorded.pop("hooked")
+    assert not bare.pop("hooked")
+    assert recorded.keys() == bare.keys()
+    for name in bare:
+        frames, usual = recorded[name].pop("frames"), bare[name].pop("frames")
+        assert recorded[name] == bare[name], name
+        for count in ("total", "ok"):  # a wrapper that Dynamo skips hides a frame: fewer is fine
+            assert frames.get(count, 0) <= usual.get(count, 0), name

@@ -122,36 +122,6 @@ def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, ho
         assert death.source == 'raise RuntimeError("no label in sample 9") from error'
 
 
-OUT_OF_MEMORY = """
-import resource, sys, torch
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-kept = []
-limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (1 << 28)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-def grow(way):
-    while True:
-        kept.append(torch.ones(1 << 20) if way == "torch" else bytearray(1 << 20))
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-grow(sys.argv[1])
-"""
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize(
-    ("way", "said"), [("torch", "DefaultCPUAllocator"), ("python", "MemoryError")]
-)
-def test_out_of_address_space_is_told_as_out_of_memory(tmp_path: Path, way: str, said: str) -> None:
-    job = run_script(tmp_path, OUT_OF_MEMORY, way, options=())
-    assert said in job.stderr.partition("haiprof: rank")[0]
-    death = died(job)
-    assert death is not None
-    assert death.cause == "out_of_memory", death.headline
-    assert "train.py:" in death.headline
-    assert "sys.exit" not in death.headline
-
-
 def test_limit_of_the_address_space_is_told(tmp_path: Path) -> None:
     (tmp_path / "oom.py").write_text(
         f"{WITHOUT_DYNAMO}model = torch.nn.Linear(4, 4)\n"

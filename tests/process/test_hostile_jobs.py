@@ -127,25 +127,6 @@ if __name__ == "__main__":
 # -- torch --------------------------------------------------------------------------------------
 
 
-@pytest.mark.proof
-def test_module_call_replaced_by_the_job(tmp_path: Path) -> None:
-    patch = """
-count = 0
-original = nn.Module.__call__
-def counted(self, *args, **kwargs):
-    global count
-    count += 1
-    return original(self, *args, **kwargs)
-nn.Module.__call__ = counted
-"""
-    restore = "\nnn.Module.__call__ = original\nprint(count)\n"
-    steps = STEPS.format(count=5)
-    source = TRAIN + steps + patch + steps + restore + steps + FINISH
-    bare, recorded = both_ways(tmp_path, source)
-    assert_same_outcome(bare, recorded)
-    assert recorded.analyzer().steps().height == 15
-
-
 @pytest.mark.parametrize(
     "sabotage",
     first_of((
