@@ -72,9 +72,8 @@ def ranks_of(job: Job) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("leave", first_of(["os._exit(3)", "sys.exit(3)"], "os._exit(3)"))
-def test_fork_leaves_one_rank_and_a_hook_that_raises_switches_itself_off(
-    tmp_path: Path, leave: str
-) -> None:
+def test_hook_that_raises_switches_itself_off(tmp_path: Path, leave: str) -> None:
+    """After a fork in the middle, which leaves one rank."""
     fork = f"""
 child = os.fork()
 if child == 0:
