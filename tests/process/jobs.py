@@ -29,7 +29,8 @@ WITHOUT_DYNAMO = (
     "types.SimpleNamespace(graph_break=bool, disable=lambda method, *_, **__: method)\n"
 )
 """The first line of a job that compiles nothing: the first step of its optimizer would import
-Dynamo for these two, which is half of all CPU time that a small job takes. DDP needs the real one.
+Dynamo for these two, which is half of all CPU time that a small job takes. DDP and torch.profiler
+need the real one.
 """
 WITHOUT_DYNAMO_ALONE = f'import os\nif "RANK" not in os.environ:\n    {WITHOUT_DYNAMO}'
 """The same, of a script that makes its model one of DDP's where it has ranks."""
@@ -71,7 +72,7 @@ if not os.path.exists(libraries):  # no line of the simulated GPU is one of the 
     os.mkdir(libraries)
     os.symlink({str(REPOSITORY / "tests")!r}, os.path.join(libraries, "tests"))
 sys.path.insert(0, libraries)
-{WITHOUT_DYNAMO_ALONE}import torch
+import torch
 from tests.simulated import gpu as simulated
 simulated.install(torch)
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
-from tests.process.jobs import WITHOUT_DYNAMO, run_command
+from tests.process.jobs import run_command
 from tests.process.live import LiveJob, within
 
 pytestmark = pytest.mark.slow
@@ -21,9 +21,8 @@ pytestmark = pytest.mark.slow
 # It trains until the file `stop` is there, and tells the losses of its first 300 steps.
 NAME = f"attached_train_{os.environ.get('PYTEST_XDIST_WORKER', '0')}.py"
 """Of a worker's own: a job is found by its script's name, and other workers have theirs."""
-SCRIPT = (
-    WITHOUT_DYNAMO
-    + """import hashlib, os, sys, time
+SCRIPT = """
+import hashlib, os, sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -51,7 +50,6 @@ while count < 300 or not os.path.exists("stop"):
 print(digest.hexdigest(), sorted(name for name in globals() if "haiprof" in name), flush=True)
 sys.exit(7)
 """
-)
 
 
 ENDS: set[str] = set()
