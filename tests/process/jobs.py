@@ -24,8 +24,19 @@ TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")  # standalone: 
 TWO_RANKS = ("python", str(REPOSITORY / "tests/process/ranks.py"), "2")
 """In front of a script: without torchrun, where nobody looks at what starts the ranks."""
 TIMEOUT_S = 240
-_TRAINING = """
-import os, sys, time, torch; torch.manual_seed(0)
+WITHOUT_DYNAMO = (
+    "import sys, types, torch; sys.modules['torch._dynamo'] = torch._dynamo = "
+    "types.SimpleNamespace(graph_break=bool, disable=lambda method, *_, **__: method)\n"
+)
+"""The first line of a job that compiles nothing: the first step of its optimizer would import
+Dynamo for these two, which is half of all CPU time that a small job takes. DDP and torch.profiler
+need the real one.
+"""
+WITHOUT_DYNAMO_ALONE = f'import os\nif "RANK" not in os.environ:\n    {WITHOUT_DYNAMO}'
+"""The same, of a script that makes its model one of DDP's where it has ranks."""
+_TRAINING = (
+    WITHOUT_DYNAMO
+    + """import os, sys, time, torch; torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=.1)
 {before}
@@ -35,6 +46,24 @@ optimizer = torch.optim.SGD(model.parameters(), lr=.1)
     optimizer.zero_grad()
     {each}
 {after}
+"""
+)
+_RANKS = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+{before}
+for step in range(1_000_000):
+    if step == 20 and rank == 0:
+        print("TRAINS", flush=True)
+    {first}
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    {each}
 """
 SIMULATED_GPU = f"""
 import os, sys
@@ -78,6 +107,11 @@ def training(
 ) -> str:
     """A script that trains a small model; `each` is a line at the end of each step, line 10."""
     return _TRAINING.format(loop=loop, before=before, each=each, after=after)
+
+
+def ranks_training(*, before: str = "", first: str = "", each: str = "time.sleep(0.04)") -> str:
+    """A script whose ranks train without end; `first` and `each` are lines of each step."""
+    return _RANKS.format(before=before, first=first, each=each)
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -83,27 +83,25 @@ def test_every_tool_answers_within_its_tokens_and_changes_no_recording(log_dir: 
         ("sql", run), ("sql", {**run, "statement": statement}),
         ("sql", {**run, "statement": statement, "limit": 250, "tokens": 30_000}),
     ]  # fmt: skip
-    found = ask(log_dir, calls)
-    assert [call for call, answer in zip(calls, found, strict=True) if "answer" not in answer] == []
-    short, long = found[-2:]
-    assert short["answer"]["row_count"] == long["answer"]["row_count"] == 300
-    assert len(short["answer"]["rows"]) + short["left_out"]["rows"] == 50
-    assert len(long["answer"]["rows"]) == 250
-    assert "died first" in found[5]["answer"]["headline"]
-    assert recording(log_dir) == before
-
-
-def test_what_cannot_be_answered_has_one_shape(log_dir: Path) -> None:
-    found = ask(log_dir, [
+    unanswerable: Calls = [
         ("verdict", {"run": "absent"}), ("ledger", {"run": "two_ranks", "account": "ffffff"}),
         ("sql", {"run": "two_ranks", "statement": "select * from nowhere"}),
         ("sql", {"run": "two_ranks", "statement": "select * from read_csv('/etc/passwd')"}),
         ("trace", {"run": "two_ranks", "question": "report"}),
         ("trace", {"run": "traced", "question": "tables", "detail": "counter-traces"}),
         ("lines", {"run": "s3://bucket/run"}), ("lines", {"run": "two_ranks", "phase": "nap"}),
-    ])  # fmt: skip
-    assert all(set(each) == {"cannot_answer", "do"} for each in found)
-    assert all(each["cannot_answer"].startswith("because ") and each["do"] for each in found)
+    ]  # fmt: skip
+    answers = ask(log_dir, calls + unanswerable)
+    found, refused = answers[: len(calls)], answers[len(calls) :]
+    assert [call for call, answer in zip(calls, found, strict=True) if "answer" not in answer] == []
+    short, long = found[-2:]
+    assert short["answer"]["row_count"] == long["answer"]["row_count"] == 300
+    assert len(short["answer"]["rows"]) + short["left_out"]["rows"] == 50
+    assert len(long["answer"]["rows"]) == 250
+    assert "died first" in found[5]["answer"]["headline"]
+    assert all(set(each) == {"cannot_answer", "do"} for each in refused)
+    assert all(each["cannot_answer"].startswith("because ") and each["do"] for each in refused)
+    assert recording(log_dir) == before
 
 
 def recording(log_dir: Path) -> dict[str, bytes]:

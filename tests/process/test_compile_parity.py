@@ -8,25 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Once
-from tests.process.jobs import Job, rank_events, run_job, succeeded
+from tests.process.jobs import Job, rank_events, run_script, succeeded
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compile parity")]
-
-SCENARIOS = (
-    "whole", "in_place", "full_graph", "odd_calls", "broken", "blocks", "wrapped_blocks",
-    "train_step", "optimizer_step", "loss_function", "no_grad", "fallback", "eager", "afterwards",
-)  # fmt: skip
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import json, sys, time
+import json, sys
 import torch
 from torch import nn
 import torch._dynamo
 from torch._dynamo.utils import counters
 
 torch.set_num_threads(1)
-ROUNDS, WAIT = 4, sys.argv[2] == "wait"
+ROUNDS = 4
 graphs = 0
 
 def backend(module, inputs):
@@ -88,78 +82,70 @@ def eager_step(model, optimizer):
         return loss
     return step
 
+def compiled(what, **how):
+    return torch.compile(what, backend=backend, **how)
+
+def stepping(call, model):
+    return eager_step(call, torch.optim.SGD(model.parameters(), lr=0.1))
+
 def whole():
-    model = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return eager_step(torch.compile(model, backend=backend), optimizer)
+    return stepping(compiled(model := made()), model)
 
 def in_place():
-    model = made()
-    model.compile(backend=backend)
-    return eager_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (model := made()).compile(backend=backend)
+    return stepping(model, model)
 
 def full_graph():
-    model = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return eager_step(torch.compile(model, backend=backend, fullgraph=True), optimizer)
+    return stepping(compiled(model := made(), fullgraph=True), model)
 
 def odd_calls():
-    model = made("OddCalls")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return eager_step(torch.compile(model, backend=backend, fullgraph=True), optimizer)
+    return stepping(compiled(model := made("OddCalls"), fullgraph=True), model)
 
 def broken():
-    model = made("Broken")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return eager_step(torch.compile(model, backend=backend), optimizer)
+    return stepping(compiled(model := made("Broken")), model)
 
 def blocks():
     model = made()
     for block in model.blocks:
         block.compile(backend=backend)
-    return eager_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return stepping(model, model)
 
 def wrapped_blocks():
     model = made()
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend=backend)
-    return eager_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model.blocks[index] = compiled(block)
+    return stepping(model, model)
 
 def train_step():
-    model = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return torch.compile(eager_step(model, optimizer), backend=backend)
+    return compiled(stepping(model := made(), model))
 
 def optimizer_step():
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.step = torch.compile(optimizer.step, backend=backend)
+    optimizer.step = compiled(optimizer.step)
     return eager_step(model, optimizer)
 
 def loss_function():
     model = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return eager_step(torch.compile(lambda x: model(x) + 1, backend=backend), optimizer)
+    return stepping(compiled(lambda x: model(x) + 1), model)
 
 def no_grad():
-    model = torch.compile(made().eval(), backend=backend)
+    model = compiled(made().eval())
     def step(x):
         with torch.no_grad():
             return model(x)
     return step
 
 def fallback():
-    model = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = stepping(model := made(), model)
     def step(x):
         for _ in range(2):
             torch._dynamo.graph_break()  # in a loop: this frame runs eagerly, those below compile
-        return eager_step(model, optimizer)(x)
-    return torch.compile(step, backend=backend)
+        return inner(x)
+    return compiled(step)
 
 def eager():
-    model = made()
-    return eager_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return stepping(model := made(), model)
 
 def summary():
     return {
@@ -188,11 +174,6 @@ def hooked():
     return "haiprof" in type(call).__module__ + call.__code__.co_filename
 
 results["hooked"] = hooked()
-deadline = time.monotonic() + 90
-while WAIT and hooked() and time.monotonic() < deadline:
-    steps["eager"](torch.randn(4, 8))  # a recording ends with the end of a step
-    time.sleep(0.1)
-results["hooked_afterwards"] = hooked()
 counters.clear()
 graphs = 0
 for step in steps.values():
@@ -202,56 +183,25 @@ json.dump(results, open(sys.argv[1], "w"))
 """
 
 
-def run_scenarios(
-    folder: Path, *, haiprof: bool, options: tuple[str, ...] = (), wait: bool = False
-) -> tuple[Job, dict[str, Any]]:
-    folder.mkdir()
-    script, result = folder / "train.py", folder / "result.json"
-    script.write_text(SCRIPT)
-    command = ["python", str(script), str(result), "wait" if wait else "run"]
-    options = ("--quiet", *options) if haiprof else ()
-    job = succeeded(run_job(command, folder=folder / "job", haiprof=haiprof, options=options))
+def run_scenarios(folder: Path, *, haiprof: bool) -> tuple[Job, dict[str, Any]]:
+    result = folder / f"{haiprof}.json"
+    job = succeeded(run_script(folder, SCRIPT, str(result), haiprof=haiprof))
     return job, json.loads(result.read_text())
 
 
-@pytest.fixture(scope="module")
-def bare(once: Once) -> dict[str, Any]:
-    found: tuple[Job, dict[str, Any]] = once(
-        ("compile parity", "bare"), lambda folder: run_scenarios(folder, haiprof=False)
-    )
-    return found[1]
-
-
-@pytest.fixture(scope="module")
-def recorded(once: Once) -> dict[str, Any]:
-    found: tuple[Job, dict[str, Any]] = once(
-        ("compile parity", "recorded"), lambda folder: run_scenarios(folder, haiprof=True)
-    )
-    job, result = found
-    assert rank_events(job, "hook_error") == []
-    assert rank_events(job, "patch_failed") == []
-    assert result["hooked"]
-    return result
-
-
-def without_frames(summary: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in summary.items() if key != "frames"}
-
-
-def test_bare_program_compiles_as_expected(bare: dict[str, Any]) -> None:
-    """The comparisons below would hold of a script that compiles nothing."""
-    for name in ("whole", "in_place", "full_graph", "train_step", "no_grad"):
+def test_compile_is_the_same_under_haiprof(tmp_path: Path) -> None:
+    _, bare = run_scenarios(tmp_path, haiprof=False)
+    for name in ("whole", "in_place", "full_graph", "train_step", "no_grad", "blocks"):
         assert bare[name]["graphs"] >= 1, name
     assert bare["broken"]["breaks"] >= 1
-    assert bare["blocks"]["graphs"] >= 1
-    assert bare["eager"]["graphs"] == 0
-    assert bare["afterwards"]["graphs"] == 0
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_compile_is_the_same_under_haiprof(
-    scenario: str, bare: dict[str, Any], recorded: dict[str, Any]
-) -> None:
-    assert without_frames(recorded[scenario]) == without_frames(bare[scenario])
-    for count in ("total", "ok"):  # a wrapper that Dynamo skips hides a frame: fewer is fine
-        assert recorded[scenario]["frames"].get(count, 0) <= bare[scenario]["frames"].get(count, 0)
+    assert bare["eager"]["graphs"] == bare["afterwards"]["graphs"] == 0
+    job, recorded = run_scenarios(tmp_path, haiprof=True)
+    assert rank_events(job, "hook_error") == rank_events(job, "patch_failed") == []
+    assert recorded.pop("hooked")
+    assert not bare.pop("hooked")
+    assert recorded.keys() == bare.keys()
+    for name in bare:
+        frames, usual = recorded[name].pop("frames"), bare[name].pop("frames")
+        assert recorded[name] == bare[name], name
+        for count in ("total", "ok"):  # a wrapper that Dynamo skips hides a frame: fewer is fine
+            assert frames.get(count, 0) <= usual.get(count, 0), name

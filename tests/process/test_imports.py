@@ -26,7 +26,7 @@ def _loaded_by(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "code", ["import haiprof", "import haiprof.in_job", "import haiprof.run_format"]
+    "code", ["import haiprof; haiprof.step()", "import haiprof.in_job, haiprof.run_format"]
 )
 def test_import_loads_nothing_but_the_standard_library(code: str) -> None:
     assert _loaded_by(code) <= STDLIB | {"haiprof"}
@@ -35,9 +35,10 @@ def test_import_loads_nothing_but_the_standard_library(code: str) -> None:
 def test_launcher_starts_without_torch_polars_or_plotly() -> None:
     loaded = _loaded_by(
         "import haiprof.__main__, haiprof.launch.run, haiprof.launch.supervisor, "
-        "haiprof.agent.node_agent"
+        "haiprof.agent.node_agent, haiprof.agent.samplers"
     )
     heavy = {"torch", "numpy", "polars", "plotly", "rich", "typer", "pynvml", "prometheus_client"}
+    heavy |= {"http", "email"}
     assert not loaded & heavy
 
 

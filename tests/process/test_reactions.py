@@ -13,7 +13,7 @@ from haiprof.diagnosis.engine import diagnose
 from haiprof.run_analysis.reactions import reactions
 from haiprof.run_analysis.run_files import open_run
 from tests.process.jobs import EXAMPLES, REPOSITORY, TORCHRUN, run_command, run_job, succeeded
-from tests.process.live import LiveJob
+from tests.process.live import LiveJob, plain_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ JOB = str(REPOSITORY / "tests" / "process" / "faulty_job.py")
 
 
 def live(folder: Path, fault: str, *options: str) -> LiveJob:
-    return LiveJob(folder, [*TORCHRUN, JOB, *fault.split()], *options, said="FAULT")
+    return LiveJob(folder, plain_ranks(2, JOB, *fault.split()), *options, said="FAULT")
 
 
 def verdict(folder: Path) -> dict[str, Any]:
@@ -87,9 +87,8 @@ CASES = [
 @pytest.mark.parametrize(("phase", "slow_rank"), CASES)
 def test_slow_rank_is_named_within_thirty_steps(tmp_path: Path, phase: str, slow_rank: int) -> None:
     script = [str(EXAMPLES / "two_ranks_slow_one.py"), "--steps", "30", "--slow-phase", phase]
-    job = run_job(
-        [*TORCHRUN, *script, "--slow-rank", str(slow_rank)], folder=tmp_path / "job", haiprof=True
-    )
+    command = plain_ranks(2, *script, "--slow-rank", str(slow_rank))
+    job = run_job(command, folder=tmp_path / "job", haiprof=True)
     assert job.returncode == 0, job.stderr
     verdict = diagnose(job.analyzer())
     others = ("busy_neighbours", "shared_cores", "no_core")  # of the machine, beside the cause

@@ -14,14 +14,23 @@ import pytest
 
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
-from tests.process.jobs import PYTHON, TWO_RANKS, environment, haiprof_command, run_command, run_job
+from tests.process.jobs import (
+    PYTHON,
+    TWO_RANKS,
+    WITHOUT_DYNAMO,
+    environment,
+    haiprof_command,
+    run_command,
+    run_job,
+)
 from tests.process.live import within
 from tests.sampling import variants
 
 pytestmark = pytest.mark.slow
 
-JOB = """
-import os, resource, sys, time
+JOB = (
+    WITHOUT_DYNAMO
+    + """import os, resource, sys, time
 import torch
 how = sys.argv[1]
 model = torch.nn.Linear(4, 4)
@@ -44,6 +53,7 @@ for number in range(2000 if how == "wait" else 6):
         with open("/dev/full", "w") as full:
             full.write("checkpoint")
 """
+)
 RESTARTED = (
     "torchrun", "--standalone", "--nproc-per-node", "1", "--max-restarts", "1",
     "--monitor-interval", "0.1",
@@ -95,25 +105,15 @@ def test_job_of_one_run_id_is_stopped_once_it_dies_alike(
 
 
 @pytest.mark.proof
-def test_requeue_of_a_slurm_job_is_joined_and_another_job_is_not(tmp_path: Path) -> None:
-    script, logs = write(tmp_path), tmp_path / "logs"
-    said = []
-    for number, job in enumerate(["41", "42", "41"]):
-        run_job(("python", script, "line"), folder=tmp_path / f"run-{number}", haiprof=True,
-                options=("--quiet",), log_dir=logs,
-                extra_environment={"SLURM_JOB_ID": job})  # fmt: skip
-        said.append(advice(logs)[:2])
-    assert said == [(10, "RESTART"), (10, "RESTART"), (12, "STOP")]
-
-
-@pytest.mark.proof
-def test_same_command_in_the_same_folder_is_stopped_once_it_dies_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["Slurm's number", "its command and folder"])
+def test_attempts_of_one_job_are_joined_and_of_another_are_not(tmp_path: Path, by: str) -> None:
     script, logs, folder = write(tmp_path), tmp_path / "logs", tmp_path / "run"
     said = []
-    for how in ("line", "memory", "line"):
+    for job, how in (("41", "line"), ("42", "memory"), ("41", "line")):
         shutil.rmtree(folder, ignore_errors=True)
+        how, extra = ("line", {"SLURM_JOB_ID": job}) if by == "Slurm's number" else (how, {})
         run_job(("python", script, how), folder=folder, haiprof=True, options=("--quiet",),
-                log_dir=logs)  # fmt: skip
+                log_dir=logs, extra_environment=extra)  # fmt: skip
         said.append(advice(logs)[:2])
     assert said == [(10, "RESTART"), (10, "RESTART"), (12, "STOP")]
 

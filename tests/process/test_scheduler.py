@@ -119,19 +119,24 @@ def test_accounting_and_controller_are_asked_once_and_kept(run: RunPaths, tmp_pa
     assert (tmp_path / "bin/asked").read_text() == asked
 
 
-def test_start_of_a_requeued_job_is_told_from_its_later_one(run: RunPaths, tmp_path: Path) -> None:
-    rows = [HEADER, row("12", "PREEMPTED"), row("12", "TIMEOUT", start=700, end="1300")]
-    environ = commands(tmp_path / "bin", sacct="\n".join(rows),
-                       scontrol=shown("TIMEOUT", start=700, end=1300, restarts=1))  # fmt: skip
-    ask_schedulers(run, environ=environ)
-    assert kept(run)["slurm"]["sacct"]["State"] == "PREEMPTED"
-    assert "another job had precedence" in headline(run)
-
-
-def test_requeue_is_told_by_the_controller_alone(run: RunPaths, tmp_path: Path) -> None:
-    later = shown("RUNNING", start=700, end=9000, restarts=1)
-    ask_schedulers(run, environ=commands(tmp_path / "bin", scontrol=later))
-    assert "Slurm requeued it" in headline(run)
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        # the start of a requeued job, told from its later one
+        ({"sacct": [row("12", "PREEMPTED"), row("12", "TIMEOUT", start=700, end="1300")],
+          "scontrol": shown("TIMEOUT", start=700, end=1300, restarts=1)},
+         "another job had precedence"),
+        ({"scontrol": shown("RUNNING", start=700, end=9000, restarts=1)}, "Slurm requeued it"),
+        ({"sacct": [row("12", "FAILED"), row("12.0", "OUT_OF_MEMORY", start=3, more="15.9G")]},
+         "Slurm's memory limit was reached, 16G asked for"),
+    ],
+)  # fmt: skip
+def test_end_is_told_by_what_slurm_says(
+    run: RunPaths, tmp_path: Path, said: dict[str, Any], told: str
+) -> None:
+    rows = {"sacct": "\n".join([HEADER, *said["sacct"]])} if "sacct" in said else {}
+    ask_schedulers(run, environ=commands(tmp_path / "bin", **{**said, **rows}))
+    assert told in headline(run)
 
 
 def test_accounting_of_an_older_slurm_has_no_failed_node(run: RunPaths, tmp_path: Path) -> None:
@@ -145,12 +150,6 @@ def test_accounting_of_an_older_slurm_has_no_failed_node(run: RunPaths, tmp_path
     )
     ask_schedulers(run, environ=environ)
     assert "Slurm lost a node of the job" in headline(run)
-
-
-def test_step_out_of_memory_is_kept_with_its_size(run: RunPaths, tmp_path: Path) -> None:
-    rows = [HEADER, row("12", "FAILED"), row("12.0", "OUT_OF_MEMORY", start=3, more="15.9G")]
-    ask_schedulers(run, environ=commands(tmp_path / "bin", sacct="\n".join(rows)))
-    assert "Slurm's memory limit was reached, 16G asked for" in headline(run)
 
 
 @pytest.mark.parametrize(
@@ -197,21 +196,20 @@ def test_machine_without_slurm_says_so_and_shows_the_rest(
     assert done.stdout
 
 
-@pytest.mark.parametrize("change", [{"end_wall_ns": START_S * S + 5, "exit_status": 0},
-                                    {"environment": {"slurm_job": "12; rm -rf /"}},
-                                    {"environment": {"slurm_job": "--help"}},
-                                    {"environment": {}}])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "variables"),
+    [({"end_wall_ns": START_S * S + 5, "exit_status": 0}, {}),
+     ({"environment": {"slurm_job": "12; rm -rf /"}}, {}),
+     ({"environment": {"slurm_job": "--help"}}, {}),
+     ({"environment": {}}, {}),
+     ({}, {"SLURM_JOB_ID": "12"})],
+    ids=["ended well", "hostile", "an option", "no job", "from the job itself"],
+)  # fmt: skip
 def test_run_that_ended_well_or_names_no_job_is_not_asked_about(
-    run: RunPaths, tmp_path: Path, change: Mapping[str, Any]
+    run: RunPaths, tmp_path: Path, change: Mapping[str, Any], variables: dict[str, str]
 ) -> None:
     write_manifest(run, replace(read_manifest(run), **change))
-    environ = commands(tmp_path / "bin", scontrol=shown("TIMEOUT"))
-    assert ask_schedulers(run, environ=environ) == []
-    assert not (tmp_path / "bin/asked").exists()
-
-
-def test_script_of_the_job_itself_does_not_ask(run: RunPaths, tmp_path: Path) -> None:
-    environ = commands(tmp_path / "bin", scontrol=shown("RUNNING")) | {"SLURM_JOB_ID": "12"}
+    environ = commands(tmp_path / "bin", scontrol=shown("TIMEOUT")) | variables
     ask_schedulers(run, environ=environ)
     assert not (tmp_path / "bin/asked").exists()
 

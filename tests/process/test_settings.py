@@ -18,7 +18,7 @@ from haiprof.run_format.setting_lines import (
     SETTINGS_FIELDS,
 )
 from tests.conftest import Once
-from tests.process.jobs import PYTHON, TWO_RANKS, Job, rank_events, run_command, run_job, succeeded
+from tests.process.jobs import WITHOUT_DYNAMO, Job, rank_events, run_command, run_script, succeeded
 
 pytestmark = pytest.mark.slow
 RULES = {
@@ -28,7 +28,7 @@ RULES = {
     "settings_differ", "call_hook", "unused_gradients", "discarded_gradients",
 }  # fmt: skip
 COMMON = """
-import contextlib, gc, os, sys, time
+import gc, os, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -84,45 +84,18 @@ while time.monotonic() < end:
         loss.backward()
         optimizer.step()
 """
-PARALLEL = """
-rank = int(os.environ["RANK"])
-torch.distributed.init_process_group("gloo")
-torch.use_deterministic_algorithms(rank == 1)
-model = nn.parallel.DistributedDataParallel(build(), find_unused_parameters=True, bucket_cap_mb=3)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-unsynchronised = sys.argv[1] == "no_sync"
-for step in range(60 if unsynchronised else 20):
-    optimizer.zero_grad()
-    for micro, x in enumerate(batches(4)):
-        inside = model.no_sync() if unsynchronised and micro < 3 else contextlib.nullcontext()
-        with inside:
-            loss = model(x).square().mean()
-            time.sleep(0.02)  # in no phase of the step, but inside no_sync
-            loss.backward()
-    optimizer.step()
-torch.distributed.destroy_process_group()
-"""
 Run = Callable[..., Job]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def run(once: Once) -> Run:
-    def start(script: str, *arguments: str, ranks: int = 1, haiprof: bool = True) -> Job:
+    def start(script: str) -> Job:
         def make(folder: Path) -> Job:
-            folder.mkdir()
-            (folder / "job.py").write_text(COMMON + script)
-            launcher = list(TWO_RANKS) if ranks > 1 else [PYTHON]
-            command = [*launcher, str(folder / "job.py"), *arguments]
-            options = ("--quiet",) if haiprof else ()
-            job = run_job(
-                command, folder=folder / "run", haiprof=haiprof, options=options,
-                extra_environment={
-                    "NCCL_API_TOKEN": "s3cr3t0123456789abcdef", "NCCL_DEBUG": "WARN",
-                },
-            )  # fmt: skip
-            return succeeded(job)
+            head = COMMON if script is COSTLY else WITHOUT_DYNAMO + COMMON
+            extra = {"NCCL_API_TOKEN": "s3cr3t0123456789abcdef", "NCCL_DEBUG": "WARN"}
+            return succeeded(run_script(folder, head + script, extra_environment=extra))
 
-        job: Job = once(("settings", script, arguments, haiprof), make)
+        job: Job = once(("settings", script), make)
         return job
 
     return start
@@ -137,26 +110,25 @@ def slugs(job: Job) -> set[str]:
     return {finding.rule for finding in diagnose(job.analyzer()).findings}
 
 
-def test_line_has_every_documented_field_once(run: Run) -> None:
-    (line,) = rank_events(run(COSTLY), "settings")
+def test_costly_settings_are_recorded_once_and_are_findings(run: Run) -> None:
+    job = run(COSTLY)
+    (line,) = rank_events(job, "settings")
     assert line.keys() - {"type"} == SETTINGS_FIELDS.keys()
     assert line["flags"].keys() == FLAGS.keys()
     assert line["models"][0].keys() == MODEL_FIELDS.keys()
     assert line["optimizers"][0].keys() == OPTIMIZER_FIELDS.keys()
     assert line["problems"] == []
-    for seen in rank_events(run(COSTLY), "settings_seen"):
+    for seen in rank_events(job, "settings_seen"):
         assert seen.keys() - {"type"} == SEEN_FIELDS.keys()
-
-
-def test_model_and_optimizer_are_described(run: Run) -> None:
-    settings = only(run(COSTLY))
+    assert slugs(job) & RULES == {"anomaly_detection", "double_precision"}
+    settings = only(job)
     (model,), (optimizer,) = settings.models, settings.optimizers
     assert (model.name, model.tensor_count, model.dtypes) == ("Sequential", 12, {"float64": 24960})
     assert model.trainable_ratio == pytest.approx(5 / 6)
     assert model.layers == {"Linear": 6, "ReLU": 6}
     assert (optimizer.name, optimizer.tensor_count, optimizer.foreach) == ("AdamW", 10, False)
-    lines = rank_events(run(COSTLY), "input_size")
-    assert [line["number_count"] for line in lines] == [32 * 64], "one line, as all are alike"
+    sizes = [line["number_count"] for line in rank_events(job, "input_size")]
+    assert sizes == [32 * 64], "one line, as all are alike"
 
 
 def test_switches_are_recorded(run: Run) -> None:
@@ -176,10 +148,6 @@ def test_switches_are_recorded(run: Run) -> None:
     assert (settings.looks.collect_file or "").endswith(".py")
 
 
-def test_costly_settings_are_findings(run: Run) -> None:
-    assert slugs(run(COSTLY)) & RULES == {"anomaly_detection", "double_precision"}
-
-
 def test_what_was_left_on_is_a_finding(run: Run) -> None:
     job = run(LEFT)
     assert slugs(job) & RULES == {"call_hook", "unused_gradients"}
@@ -191,43 +159,14 @@ def test_what_was_left_on_is_a_finding(run: Run) -> None:
     assert not slugs(run(PLAIN)) & {"call_hook", "unused_gradients"}
 
 
-def test_surroundings_are_recorded_by_the_rank(run: Run) -> None:
-    (environment,) = rank_events(run(COSTLY), "environment")
-    assert environment["variables"]["NCCL_DEBUG"] == "WARN"
-    assert only(run(COSTLY)).variables["NCCL_API_TOKEN"] != "s3cr3t0123456789abcdef"
-    assert environment["packages"]["torch"]
-    manifest = run(COSTLY).analyzer().run.manifest
-    machine = json.loads(manifest.read_text())["environment"]["machine"]
-    assert machine["cpu_count"] >= 1
-
-
-def test_usual_settings_are_silent(run: Run) -> None:
-    job = run(PLAIN)
-    assert slugs(job) & RULES == set()
-    assert only(job).looks.collect_count == 0, "the collector's own are none of the job's"
-    assert only(job).models[0].parameter_count == 6 * (512 * 512 + 512)
-
-
-def test_accumulation_without_no_sync_is_told(run: Run) -> None:
-    job = run(PARALLEL, "sync", ranks=2)
-    settings = job.analyzer().settings()
-    assert settings.keys() == {0, 1}
-    ddp = settings[0].models[0].ddp
-    assert ddp is not None
-    assert (ddp["find_unused_parameters"], ddp["bucket_bytes"]) == (True, 3 << 20)
-    assert settings[0].looks.no_sync_count == 0
-    assert settings[0].flags["backend"] == "gloo"
-
-
-def test_rank_with_other_settings_is_named(run: Run) -> None:
-    findings = diagnose(run(PARALLEL, "sync", ranks=2).analyzer()).findings
-    (found,) = [f for f in findings if f.rule == "settings_differ"]
-    assert "use_deterministic_algorithms" in found.title
-    assert found.severity == "info"
-
-
-def test_rank_view_shows_settings(run: Run) -> None:
+def test_surroundings_are_recorded_by_the_rank_and_shown(run: Run) -> None:
     job = run(COSTLY)
+    (environment,) = rank_events(job, "environment")
+    assert environment["variables"]["NCCL_DEBUG"] == "WARN"
+    assert only(job).variables["NCCL_API_TOKEN"] != "s3cr3t0123456789abcdef"
+    assert environment["packages"]["torch"]
+    manifest = job.analyzer().run.manifest
+    assert json.loads(manifest.read_text())["environment"]["machine"]["cpu_count"] >= 1
     command = ["rank", str(job.log_dir), "0"]
     shown = run_command(command, folder=job.folder).stdout
     assert "24960 parameters" in shown
@@ -235,3 +174,10 @@ def test_rank_view_shows_settings(run: Run) -> None:
     assert "anomaly detection, deterministic algorithms" in shown
     found = run_command([*command, "--json"], folder=job.folder).stdout
     assert json.loads(found)["settings"]["flags"]["default_dtype"] == "float64"
+
+
+def test_usual_settings_are_silent(run: Run) -> None:
+    job = run(PLAIN)
+    assert slugs(job) & RULES == set()
+    assert only(job).looks.collect_count == 0, "the collector's own are none of the job's"
+    assert only(job).models[0].parameter_count == 6 * (512 * 512 + 512)

@@ -13,22 +13,15 @@ from typing import Any
 
 import pytest
 
+from tests.process.jobs import ranks_training
 from tests.process.live import START_S, LiveJob, plain_ranks, within
 from tests.sampling import variants
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("snapshot")]
 
 LAST = "other_collective"  # nothing ends it
-SCRIPT = """
-import os, time, threading, socket, signal
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-model = DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-
+SCRIPT = ranks_training(before="""
+import threading, socket, signal
 def at_release(act):
     def wait():
         while not os.path.exists("release"):
@@ -59,19 +52,13 @@ def stop():
 def other_collective():
     dist.broadcast(torch.ones(7), 1)
 
-for step in range(100_000):
-    if step == 15 and rank == 1:
-        print("TRAINS", flush=True)
-    if rank == 1 and os.path.exists("fault"):
-        name = open("fault").read()
-        os.unlink("fault")
-        print("FAULT", flush=True)
-        globals()[name]()
-        print("RELEASED", flush=True)
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    time.sleep(0.04)
-"""
+def fail():
+    name = open("fault").read()
+    os.unlink("fault")
+    print("FAULT", flush=True)
+    globals()[name]()
+    print("RELEASED", flush=True)
+""", first='if rank == 1 and os.path.exists("fault"): fail()')  # fmt: skip
 
 
 @pytest.fixture(scope="module")

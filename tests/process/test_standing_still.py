@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from haiprof import Analyzer
+from tests.process.jobs import ranks_training
 from tests.process.live import LiveJob, plain_ranks, within
 
 pytestmark = pytest.mark.slow
@@ -30,24 +31,10 @@ prepare()
 dist.init_process_group("gloo")
 """
 
-LATER = """
-import os, sys, time
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-def lose_the_data():
-    time.sleep(1000)
-for step in range(100_000):
-    if os.path.exists("lose") and dist.get_rank() == 1:
-        lose_the_data()
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    if step == 40 and dist.get_rank() == 0:
-        print("TRAINS", flush=True)
-    time.sleep(0.02)
-"""
+LATER = ranks_training(
+    before="def lose_the_data(): time.sleep(1000)",
+    first='if os.path.exists("lose") and rank == 1: lose_the_data()', each="time.sleep(0.02)",
+)  # fmt: skip
 
 
 def script(folder: Path, text: str) -> str:

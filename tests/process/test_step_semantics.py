@@ -64,65 +64,47 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(params=marked(LOOPS))
-def loop_name(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-def rank_steps(name: str, run_loop: RunLoop) -> list[pl.DataFrame]:
-    """Steps of each rank, by step."""
-    steps = run_loop(name, haiprof=True).analyzer().steps().sort("rank", "attempt", "step")
-    ranks = list(range(2 if name in OF_TWO_RANKS else 1))
-    assert steps["rank"].unique().sort().to_list() == ranks
-    assert steps["attempt"].unique().to_list() == [0]
-    return [steps.filter(rank=rank) for rank in ranks]
-
-
-def test_steps_are_counted_exactly(loop_name: str, run_loop: RunLoop) -> None:
-    expected = EXPECTED[loop_name]
-    for steps in rank_steps(loop_name, run_loop):
-        assert steps["step"].to_list() == list(range(len(expected.micro)))
-        assert steps["micro_step_count"].to_list() == expected.micro
-        once = [1] * len(expected.micro)
-        assert steps["optimizer_step_count"].to_list() == (expected.optimizer_steps or once)
-        skipped = steps.filter(pl.col("skipped"))["step"].to_list()
-        assert tuple(skipped) == expected.skipped
-
-
-def test_steps_follow_each_other(loop_name: str, run_loop: RunLoop) -> None:
-    for steps in rank_steps(loop_name, run_loop):
-        gaps = steps["start_ns"].diff().drop_nulls() - steps["step_ns"][:-1]
-        assert gaps.min() >= 0 if len(gaps) else True  # type: ignore[operator]
-        assert set(steps["boundary"]) == {EXPECTED[loop_name].boundary}
-        assert steps["confidence"].is_between(0.0, 1.0).all()
-
-
-def test_phases_are_measured_and_add_up(loop_name: str, run_loop: RunLoop) -> None:
-    expected = EXPECTED[loop_name]
-    for steps in rank_steps(loop_name, run_loop):
-        for phase in PHASES:
-            times = steps[f"{phase}_host_ns"]
-            if phase == "dataloader" and not expected.dataloader:
-                assert times.null_count() == len(times)
-            else:
-                assert times.null_count() == 0
-                assert (times >= 0).all()
-        for phase in ("forward", "backward"):
-            assert (steps[f"{phase}_host_ns"] > 0).all()
-        parts = [pl.col(f"{phase}_host_ns").fill_null(0) for phase in (*PHASES, "other")]
-        assert steps.select(pl.sum_horizontal(parts) == pl.col("step_ns")).to_series().all()
-        assert steps["forward_device_ns"].null_count() == len(steps)  # no device here
-
-
-def test_evaluation_is_kept_apart(loop_name: str, run_loop: RunLoop) -> None:
-    expected = EXPECTED[loop_name]
-    analyzer = run_loop(loop_name, haiprof=True).analyzer()
+@pytest.mark.parametrize("name", marked(LOOPS))
+def test_steps_of_a_loop_are_those_that_its_author_counts(name: str, run_loop: RunLoop) -> None:
+    expected, ranks = EXPECTED[name], 2 if name in OF_TWO_RANKS else 1
+    analyzer = run_loop(name, haiprof=True).analyzer()
+    found = analyzer.steps().sort("rank", "attempt", "step")
+    assert found["rank"].unique().sort().to_list() == list(range(ranks))
+    assert found["attempt"].unique().to_list() == [0]
+    for rank in range(ranks):
+        check_counts(found.filter(rank=rank), expected)
+        check_times(found.filter(rank=rank), expected)
     spans = analyzer.phases()
     evaluation = spans.filter(phase="eval")
     assert evaluation.height == expected.eval_batches
     assert evaluation["step"].null_count() == evaluation.height
     assert (analyzer.ranks()["eval_ns"] > 0).all() == bool(expected.eval_batches)
     forwards = spans.filter(pl.col("phase") == "forward", pl.col("step").is_not_null())
-    ranks = 2 if loop_name in OF_TWO_RANKS else 1
     assert forwards.height == ranks * (expected.forwards or sum(expected.micro))
+
+
+def check_counts(steps: pl.DataFrame, expected: Expected) -> None:
+    assert steps["step"].to_list() == list(range(len(expected.micro)))
+    assert steps["micro_step_count"].to_list() == expected.micro
+    once = [1] * len(expected.micro)
+    assert steps["optimizer_step_count"].to_list() == (expected.optimizer_steps or once)
+    skipped = steps.filter(pl.col("skipped"))["step"].to_list()
+    assert tuple(skipped) == expected.skipped
+
+
+def check_times(steps: pl.DataFrame, expected: Expected) -> None:
+    """They follow each other, and their phases are measured and add up."""
+    gaps = steps["start_ns"].diff().drop_nulls() - steps["step_ns"][:-1]
+    assert (gaps >= 0).all()
+    assert set(steps["boundary"]) == {expected.boundary}
+    assert steps["confidence"].is_between(0.0, 1.0).all()
+    for phase in PHASES:
+        times = steps[f"{phase}_host_ns"]
+        if phase == "dataloader" and not expected.dataloader:
+            assert times.null_count() == len(times)
+        else:
+            assert times.null_count() == 0
+            assert (times > 0).all() if phase in ("forward", "backward") else (times >= 0).all()
+    parts = [pl.col(f"{phase}_host_ns").fill_null(0) for phase in (*PHASES, "other")]
+    assert steps.select(pl.sum_horizontal(parts) == pl.col("step_ns")).to_series().all()
+    assert steps["forward_device_ns"].null_count() == len(steps)  # no device here

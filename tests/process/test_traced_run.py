@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import haiprof
 import haiprof.cli
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs
-from tests.process.jobs import Job, rank_events, run_command, run_job, succeeded
+from tests.process.jobs import Job, rank_events, ranks_training, run_command, run_job, succeeded
 from tests.process.live import LiveJob, plain_ranks, within
 from tests.process.loops import LOOPS, OF_TWO_RANKS, PRELUDE, loop_command, marked
 from tests.sampling import first_of
@@ -147,44 +146,6 @@ def inside(event: dict[str, Any], outer: dict[str, Any]) -> bool:
     return bool(same and event["ts"] > outer["ts"] - 0.1 and ends[0] < ends[1] + 0.1)
 
 
-@pytest.mark.parametrize("source", first_of(["loop", "no_loader"], "loop"))
-def test_traced_steps_have_forward_and_backward_around_their_operators(
-    source: str, tmp_path: Path
-) -> None:
-    without = PACED.replace("batches({count})", "list(batches({count}))")
-    text = (PACED if source == "loop" else without).format(count=40, seconds=0)
-    _, run = traced(tmp_path, text, "--steps", "20:24", "--trace-modules")
-    (path,) = run.traces.glob("*.gz")
-    events = [event for event in load(path) if event.get("ph") == "X"]
-
-    def named(start: str) -> list[dict[str, Any]]:
-        return [event for event in events if event["name"].startswith(start)]
-
-    steps = sorted(named("ProfilerStep#"), key=lambda event: event["ts"])
-    assert [step["name"] for step in steps] == [f"ProfilerStep#{n}" for n in range(20, 24)]
-    for name, operators in (("forward", "aten::linear"), ("backward", "autograd::engine::eval")):
-        ranges = [event for event in events if event["name"] == name]
-        assert all(event["cat"] == "user_annotation" for event in ranges)
-        for step in steps:
-            assert sum(inside(event, step) for event in ranges) == 1, name
-        assert len(ranges) == len(steps)
-        work = [event for event in named(operators) if event["cat"] == "cpu_op"]
-        assert len(work) >= len(steps)
-        assert all(sum(inside(event, each) for each in ranges) == 1 for event in work)
-
-    trace = haiprof.TraceAnalysis(run.root).traces[0]
-    assert not trace.annotations["name"].cast(str).is_in(["forward", "backward"]).any()
-    assert trace.phase_ranges.height == 8
-    done = run_command(["modules", str(run.root), "--json"], folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert '"forward' not in done.stdout
-    assert run_command(["merge", str(run.root)], folder=tmp_path).returncode == 0
-    for name in ("forward", "backward"):
-        merged = [e for e in load(run.root / "merged.json.gz") if e["name"] == name]
-        assert len(merged) == len({(event["ts"], event["dur"]) for event in merged}) >= 4
-        assert len({event["pid"] for event in merged}) == 1
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("count", "recorded", "said"),
@@ -202,24 +163,72 @@ def test_job_that_ends_before_its_window_does_keeps_what_was_recorded(
 
 MLP = """
 import torch
+from torch.utils.data import DataLoader
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 32))
 optimizer = torch.optim.AdamW(model.parameters())
-for _ in range(60):
-    loss = model(torch.randn(128, 64)).square().mean()
+for x in DataLoader(torch.randn(60 * 128, 64), batch_size=128):
+    loss = model(x).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 """
+
+
 MLP_FLOPS = 2 * 128 * (64 * 256 * 2 + 256 * 32 * 3)
 """Of a step: each product once forward and twice backward, but the input has no gradient."""
 
 
-def test_a_step_traced_with_shapes_gives_the_mfu_of_all_steps(tmp_path: Path) -> None:
-    _, run = traced(tmp_path, MLP, "--steps", "30:32", "--trace-shapes")
+@pytest.mark.parametrize(
+    "batches", first_of(["DataLoader(", "list(DataLoader("], "DataLoader("), ids=["loader", "list"]
+)
+def test_traced_steps_have_ranges_around_their_operators_and_an_mfu(
+    batches: str, tmp_path: Path
+) -> None:
+    text = MLP.replace("DataLoader(torch", f"{batches}torch")
+    text = text.replace("=128):", "=128)):") if batches.startswith("list") else text
+    _, run = traced(tmp_path, text, "--steps", "20:24", "--trace-modules", "--trace-shapes")
+    check_ranges(run, tmp_path)
+    check_mfu(run, tmp_path)
+
+
+def check_ranges(run: RunPaths, folder: Path) -> None:
+    """Forward and backward, in the trace and in what is made of it."""
+    (path,) = run.traces.glob("*.gz")
+    events = [event for event in load(path) if event.get("ph") == "X"]
+
+    def named(start: str) -> list[dict[str, Any]]:
+        return [event for event in events if event["name"].startswith(start)]
+
+    steps = sorted(named("ProfilerStep#"), key=lambda event: event["ts"])
+    assert [step["name"] for step in steps][:4] == [f"ProfilerStep#{n}" for n in range(20, 24)]
+    for name, operators in (("forward", "aten::linear"), ("backward", "autograd::engine::eval")):
+        ranges = [event for event in events if event["name"] == name]
+        assert all(event["cat"] == "user_annotation" for event in ranges)
+        for step in steps:
+            assert sum(inside(event, step) for event in ranges) == 1, name
+        assert len(ranges) == len(steps)
+        work = [event for event in named(operators) if event["cat"] == "cpu_op"]
+        assert len(work) >= len(steps)
+        assert all(sum(inside(event, each) for each in ranges) == 1 for event in work)
+
+    trace = haiprof.TraceAnalysis(run.root).traces[0]
+    assert not trace.annotations["name"].cast(str).is_in(["forward", "backward"]).any()
+    assert trace.phase_ranges.height == 8
+    done = run_command(["modules", str(run.root), "--json"], folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert '"forward' not in done.stdout
+    assert run_command(["merge", str(run.root)], folder=folder).returncode == 0
+    for name in ("forward", "backward"):
+        merged = [e for e in load(run.root / "merged.json.gz") if e["name"] == name]
+        assert len(merged) == len({(event["ts"], event["dur"]) for event in merged}) >= 4
+        assert len({event["pid"] for event in merged}) == 1
+
+
+def check_mfu(run: RunPaths, folder: Path) -> None:
     peak = {"HAIPROF_PEAK": "fp32=0.5"}
 
     def answer(*words: str, **more: str) -> str:
-        return run_command([*words, str(run.root)], folder=tmp_path, extra_environment=more).stdout
+        return run_command([*words, str(run.root)], folder=folder, extra_environment=more).stdout
 
     found = json.loads(answer("verdict", "--json", **peak))
     assert found["work"]["model_flops"] == pytest.approx(MLP_FLOPS, rel=0.01)
@@ -311,24 +320,8 @@ for step in range(1_000_000):
     time.sleep(0.004)
 """
 
-SCRIPT = """
-import os, signal, sys, time
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-for step in range(100_000):
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    if step == 20 and dist.get_rank() == 0:
-        print("TRAINS", flush=True)
-    time.sleep(0.04)
-"""
-
-
-def started(folder: Path, *options: str, source: str = SCRIPT) -> LiveJob:
+def started(folder: Path, *options: str, source: str) -> LiveJob:
     """The job, whose ranks have both reported in."""
     script = folder / "train.py"
     script.write_text(source)
@@ -337,39 +330,16 @@ def started(folder: Path, *options: str, source: str = SCRIPT) -> LiveJob:
     return job
 
 
-@pytest.fixture
-def live(tmp_path: Path) -> Iterator[LiveJob]:
-    with started(tmp_path) as job:
-        yield job
-
-
 def job_steps(path: str) -> list[str]:
     """Steps in a trace, as the job itself numbers them."""
     events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
     return sorted({e["name"] for e in events if str(e.get("name")).startswith("job_step_")})
 
 
-HURRIES = """
-import os, time
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-for step in range(1_000_000):
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    if step == 40 and dist.get_rank() == 0:
-        print("TRAINS", flush=True)
-    if not os.path.exists("hurry"):
-        time.sleep(0.05)
-"""
-
-
 @pytest.mark.proof
 def test_job_that_becomes_faster_than_it_said_is_asked_again(tmp_path: Path) -> None:
-    with started(tmp_path, source=HURRIES) as job, ThreadPoolExecutor(1) as pool:
+    source = ranks_training(each='os.path.exists("hurry") or time.sleep(0.05)')
+    with started(tmp_path, source=source) as job, ThreadPoolExecutor(1) as pool:
         run = RunPaths(next((tmp_path / "logs").iterdir()))
         asking = pool.submit(job.ask, "trace-now", job.pid, "--steps", "3")
         within(60, lambda: any(run.control_requests.glob("*")))
@@ -394,7 +364,7 @@ def test_ranks_that_record_again_trace_the_same_steps(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_job_whose_recording_has_ended_refuses(tmp_path: Path) -> None:
-    with started(tmp_path, "--time", "0.1") as job:
+    with started(tmp_path, "--time", "0.1", source=ranks_training()) as job:
         within(60, lambda: not job.listed()["recording"])
         found = job.ask("trace-now", job.pid, status=1)
         assert {rank["state"] for rank in found["ranks"]} == {"refused"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.process.jobs import run_command
+from tests.process.jobs import WITHOUT_DYNAMO, run_command
 
-SLOW = """
-import sys
+SLOW = (
+    WITHOUT_DYNAMO
+    + """import sys
 import time
 from pathlib import Path
 
@@ -37,6 +38,7 @@ for step, batch in enumerate(loader):
         break
 print("workers", loader.num_workers)
 """
+)
 
 
 def test_a_free_loader_and_workers_are_measured(tmp_path: Path) -> None:

@@ -64,38 +64,27 @@ def zeros(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimiz
     optimizer.zero_grad(set_to_none=False)
 
 
-def both_zeros(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    student.zero_grad(set_to_none=False)
-    teacher.zero_grad(set_to_none=False)
+def both(*, set_to_none: bool) -> Callable[[nn.Module, nn.Module, torch.optim.Optimizer], None]:
+    def clear(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        student.zero_grad(set_to_none=set_to_none)
+        teacher.zero_grad(set_to_none=set_to_none)
+
+    return clear
 
 
-def both_to_none(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    student.zero_grad()
-    teacher.zero_grad()
+def by_hand(kept: bool = False, to_none: bool = False) -> Job:
+    """What no optimizer steps is changed by the job itself."""
 
+    def clear(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        for parameter in teacher.parameters():
+            if parameter.grad is not None:
+                parameter.data -= 0.1 * parameter.grad
+                if not kept:
+                    parameter.grad.zero_()
+                parameter.grad = None if to_none else parameter.grad
 
-def by_hand(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    for parameter in teacher.parameters():
-        if parameter.grad is not None:
-            parameter.data -= 0.1 * parameter.grad
-            parameter.grad.zero_()
-
-
-def by_hand_kept(student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    for parameter in teacher.parameters():
-        if parameter.grad is not None:
-            parameter.data -= 0.01 * parameter.grad
-
-
-def by_hand_to_none(
-    student: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    optimizer.zero_grad()
-    for parameter in teacher.parameters():
-        parameter.data -= 0.1 * (0 if parameter.grad is None else parameter.grad)
-        parameter.grad = None
+    return distill(clear, after=None if kept or to_none else clips)
 
 
 def clips(student: nn.Module, teacher: nn.Module) -> None:
@@ -170,7 +159,8 @@ def counted(job: Job, steps: int = 5) -> list[dict[str, Any]]:
     "job",
     [
         distill(), distill(zeros), distill(after=clips), distill(passes=3),
-        distill(zeros, after=clips, passes=2), distill(both_zeros), distill(both_to_none),
+        distill(zeros, after=clips, passes=2), distill(both(set_to_none=False)),
+        distill(both(set_to_none=True)),
     ],
 )  # fmt: skip
 def test_gradients_of_what_nothing_changes_are_counted(job: Job) -> None:
@@ -184,11 +174,8 @@ def test_gradients_of_what_nothing_changes_are_counted(job: Job) -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [
-        distill(by_hand), distill(by_hand_to_none), distill(by_hand_kept), frozen(),
-        taking_turns(), asked_at_first(),
-        distill(by_hand, after=clips),
-    ],
+    [by_hand(), by_hand(to_none=True), by_hand(kept=True), frozen(), taking_turns(),
+     asked_at_first()],
 )  # fmt: skip
 def test_gradients_that_somebody_uses_are_not_counted(job: Job) -> None:
     assert not any(root["tensor_count"] for root in counted(job))
@@ -332,7 +319,7 @@ def test_parameters_of_any_kind_are_looked_at(kind: str) -> None:
     own = {"channels last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
            "complex": torch.ones(4, dtype=torch.complex64),
            "of nothing": torch.ones(0)}  # fmt: skip
-    roots, optimizers, step = distill(both_to_none)
+    roots, optimizers, step = distill(both(set_to_none=True))
     roots[1].register_parameter("own", nn.Parameter(own[kind]))
 
     def with_own() -> None:

@@ -19,6 +19,7 @@ from haiprof.cli.shared import parse_ranks
 from haiprof.show.servers import has_viewer
 from tests.browser import Page
 from tests.commands import Run
+from tests.process.jobs import run_job, succeeded
 from tests.process.live import plain_ranks
 from tests.served import served
 from tests.unit.analysis.trace.shared import event, kernel, launch, rank_file, step, traces
@@ -46,13 +47,6 @@ dist.barrier()
 time.sleep(0.2)  # tests/process/loops.py says why
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("HAIPROF_")]:
-        if name != "HAIPROF_TRACES":
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -112,15 +106,12 @@ def test_ranks_and_steps_narrow_it_and_stdout_takes_plain_text(ranks: Path, run:
     assert "both write to standard output" in refused.err
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "-1", "0,,2", "0-99999999"])
-def test_odd_lists_of_ranks_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--ranks"):
-        parse_ranks(text)
-
-
 def test_lists_of_ranks_are_numbers_and_ranges() -> None:
     assert parse_ranks("0, 3-5") == frozenset({0, 3, 4, 5})
     assert parse_ranks(None) is None
+    for text in ("", "a", "1-", "3-1", "-1", "0,,2", "0-99999999"):
+        with pytest.raises(UsageError, match="--ranks"):
+            parse_ranks(text)
 
 
 def test_errors_name_what_is_wrong(ranks: Path, tmp_path: Path, run: Run) -> None:
@@ -166,13 +157,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
     (folder / "train.py").write_text(TRAIN)
     (folder / "traces").mkdir()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HAIPROF_")}
-    _, *job = plain_ranks(2, "train.py", "traces")
-    subprocess.run(
-        [sys.executable, "-m", "haiprof", "--log-dir", "logs", sys.executable, *job],
-        cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True,
-    )  # fmt: skip
-    run_folder = next((folder / "logs").iterdir())
+    command = plain_ranks(2, str(folder / "train.py"), str(folder / "traces"))
+    job = succeeded(run_job(command, folder=folder / "job", haiprof=True))
+    run_folder = next(job.logs.iterdir())
     (folder / "traces").rename(run_folder / "traces")
     return run_folder
 
@@ -258,20 +245,3 @@ def test_perfetto_shows_every_slice_and_no_arrow_between_ranks(
     names = {row[0] for row in ask(page, "select name from process where name like 'rank%'")}
     assert {f"rank {rank}: GPU {rank}" for rank in range(8)} <= names
     page.wait_text("rank 7: CPU")
-
-
-@pytest.mark.proof
-@pytest.mark.slow
-def test_perfetto_shows_a_runs_phases_and_counters_whole(
-    recorded: Path, viewer: Any, run: Run
-) -> None:
-    run("merge", recorded, "--force")
-    found = load(recorded / "merged.json.gz")["traceEvents"]
-    page = viewer(recorded / "merged.json.gz")
-    assert ask(page, PROBLEMS) == []  # in Kineto's own times some would seem to overlap
-    slices = int(ask(page, "select count(*) from slice")[0][0])
-    assert slices == sum(each["ph"] in "Xi" for each in found)
-    counters = int(ask(page, "select count(*) from counter")[0][0])
-    assert counters == sum(each["ph"] == "C" for each in found)
-    page.wait_text("rank 1: haiprof phases")
-    page.wait_text("rank 0: counters")

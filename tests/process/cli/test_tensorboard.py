@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from haiprof.base.errors import UsageError
 from haiprof.cli.app import run_command
 from haiprof.compat import tensorboard as tensorboard_server
 from haiprof.compat.tensorboard import open_layout
@@ -76,39 +77,29 @@ def test_a_busy_port_is_said_and_another_one_taken(tmp_path: Path) -> None:
         assert any(f"port {port} is in use" in line for line in running.said)
 
 
-def test_without_tensorboard_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("extra", ["tensorboard", "torch-tb-profiler"])
+def test_what_is_not_installed_is_named_with_its_extra(
+    extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_small_run(tmp_path / "run")
-    monkeypatch.setattr(tensorboard_server, "find_spec", lambda _name: None)
-    assert run_command(["tensorboard", str(run.root)]) == 6
-    assert "haiprof[tensorboard]" in capsys.readouterr().err
-
-
-def test_traces_alone_without_the_plugin_name_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """Traces alone take the plugin, too."""
     rank_file(tmp_path, 0, [step(1, 0, 100)])
-    monkeypatch.setattr(tensorboard_server, "find_spec", lambda name: name == "tensorboard" or None)
+    only = {"torch-tb-profiler": "tensorboard"}.get(extra)
+    monkeypatch.setattr(tensorboard_server, "find_spec", lambda name: name == only or None)
     assert run_command(["tensorboard", str(tmp_path)]) == 6
-    assert "haiprof[torch-tb-profiler]" in capsys.readouterr().err
+    assert f"haiprof[{extra}]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("path", "status"), [("nothing/here", 3), ("\0", 2)])
-def test_a_path_that_is_not_there_is_an_error(
-    path: str, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command(["tensorboard", path]) == status
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_folder_without_run_or_trace_is_an_error(
+def test_what_cannot_be_shown_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch_tb_profiler", reason="pip install 'haiprof[torch-tb-profiler]'")
-    assert run_command(["tensorboard", str(tmp_path), "--port", "0"]) == 4
-    said = capsys.readouterr().err
+    for path, status in (("nothing/here", 3), ("\0", 2), (str(tmp_path), 4)):
+        assert run_command(["tensorboard", path, "--port", "0"]) == status
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
     assert f"{tmp_path}: no trace in it" in said
+    with pytest.raises(UsageError, match=r"192\.0\.2\.1"):
+        free_port("192.0.2.1", 6006)
 
 
 def test_a_window_is_linked_once_all_its_ranks_are_there(tmp_path: Path) -> None:
@@ -122,10 +113,3 @@ def test_a_window_is_linked_once_all_its_ranks_are_there(tmp_path: Path) -> None
         assert len(links) == 2
         assert first in {link.resolve() for link in links}
     assert not layout.folder.exists()
-
-
-def test_an_address_of_elsewhere_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    from haiprof.base.errors import UsageError
-
-    with pytest.raises(UsageError, match=r"192\.0\.2\.1"):
-        free_port("192.0.2.1", 6006)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import subprocess
@@ -75,8 +76,6 @@ def test_wandb_has_the_verdict_the_ledger_the_step_times_and_the_page(tmp_path: 
 
 
 def test_mlflow_has_the_verdict_the_ledger_the_step_times_and_the_page(tmp_path: Path) -> None:
-    import json
-
     pytest.importorskip("mlflow", reason="pip install 'haiprof[mlflow]'")
     store = {
         "MLFLOW_TRACKING_URI": (tmp_path / "store").as_uri(),

@@ -8,12 +8,13 @@ import pytest
 
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Finding
-from tests.process.jobs import run_script, succeeded
+from tests.process.jobs import WITHOUT_DYNAMO, run_script, succeeded
 
 pytestmark = pytest.mark.slow
 
-JOB = """
-import sys, time
+JOB = (
+    WITHOUT_DYNAMO
+    + """import sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -60,6 +61,7 @@ def main():
 if __name__ == "__main__":
     main()
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +92,9 @@ def test_recorder_leaves_stacks_out(tmp_path: Path) -> None:
     assert not list(job.logs.glob("*/ranks/*/worker-*"))
 
 
-LOCK_JOB = """
-import hashlib, queue, re, sys, threading, time
+LOCK_JOB = (
+    WITHOUT_DYNAMO
+    + """import hashlib, queue, re, sys, threading, time
 import torch
 
 torch.set_num_threads(1)
@@ -130,6 +133,7 @@ while time.time() < until:
     model(x).square().mean().backward()
     optimizer.step()
 """
+)
 
 
 def judge(tmp_path: Path, other: str) -> list[Finding]:

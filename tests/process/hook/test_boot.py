@@ -56,13 +56,6 @@ def python(code: str, *path: Path, flags: tuple[str, ...] = ()) -> subprocess.Co
     )  # fmt: skip
 
 
-def test_pythonpath_alone_is_enough(boot: Path) -> None:
-    done = python(TRAIN, boot)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
-    report = json.loads((boot.parent / "ranks" / "0" / "rank.json").read_text())
-    assert report["phases"]["forward"] == "ok"
-
-
 def test_step_is_there_where_the_jobs_python_has_no_haiprof(boot: Path) -> None:
     code = """
 import os, sys

@@ -16,13 +16,14 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.run_analysis.run_files import open_run
-from tests.process.jobs import PYTHON, environment, haiprof_command, run_script
+from tests.process.jobs import PYTHON, WITHOUT_DYNAMO, environment, haiprof_command, run_script
 from tests.sampling import variants
 
 pytestmark = pytest.mark.slow
 
-LOOP = """
-import ctypes, os, signal, sys, time
+LOOP = (
+    WITHOUT_DYNAMO
+    + """import ctypes, os, signal, sys, time
 import torch
 if os.environ.get("PLAIN"):  # as where nothing was compiled
     import haiprof.in_job.recorder, haiprof.in_job.spans
@@ -50,6 +51,7 @@ class Dies(torch.nn.Linear):
         time.sleep(60)
 Dies(4, 1)(torch.ones(2, 4))
 """
+)
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,6 @@ def test_no_step_is_lost_without_the_compiled_recorder(tmp_path: Path) -> None:
     assert death.recorded() == death.steps
 
 
-def test_a_job_that_ends_by_itself_has_a_clean_end(tmp_path: Path) -> None:
-    death = die(tmp_path, "nothing")  # AttributeError in its last call: Python ends in order
-    assert death.returncode == 1
-    assert death.recorded() == death.steps
-    assert [line["reason"] for line in death.events("record_end")] == ["exit"]
-    assert not death.events("unclean_end")
-
-
 CHILDREN = """
 import atexit, multiprocessing, os, signal, sys
 import torch
@@ -131,8 +125,9 @@ def test_ended_children_are_noted_and_left_to_the_job(tmp_path: Path) -> None:
     assert child[1:] == [os.CLD_KILLED, signal.SIGKILL]
 
 
-CRASHES = """
-import ctypes, faulthandler, os, signal, sys, threading, time
+CRASHES = (
+    WITHOUT_DYNAMO
+    + """import ctypes, faulthandler, os, signal, sys, threading, time
 import torch
 way = sys.argv[1]
 model = torch.nn.Linear(4, 1)
@@ -170,6 +165,7 @@ print("trained", flush=True)
 {"crash": crash, "fork": fork, "recurse": lambda: recurse(0), "handle": handle, "send": send,
  "beside": crash_beside, "noted": crash_noted, "abort": os.abort}[way]()
 """
+)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="CPython 3.10 keeps frames otherwise")

@@ -20,61 +20,67 @@ from tests.process.hook.conftest import Hook, small_model, train_step
 from tests.process.live import within
 
 
-def test_plain_loop_is_recorded_in_order(hook: Hook) -> None:
-    model, optimizer = small_model()
-    for _ in range(3):
-        train_step(model, optimizer)
-    hook.finish()
-    assert hook.kinds() == ["forward", "backward", "optimizer"] * 3
+def raise_in_forward(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 5))
+    train_step(model, optimizer)
 
 
-def test_loader_epochs_have_their_ends(hook: Hook) -> None:
-    model, optimizer = small_model()
+def interrupt(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """In the middle of a span."""
+
+    class Interrupting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Interrupting()(torch.ones(1, 3))
+    train_step(model, optimizer)
+
+
+def raise_in_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> float:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(closure)
+    train_step(model, optimizer)
+
+
+def module_without_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.MSELoss()(model(torch.ones(2, 3)), torch.zeros(2, 1)).backward()
+    optimizer.step()
+
+
+def epochs(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     loader = DataLoader(TensorDataset(torch.zeros(4, 3)), batch_size=2)
     for _ in range(2):
         for _ in loader:
             train_step(model, optimizer)
+
+
+STEP = ["forward", "backward", "optimizer"]
+BATCHES = ["dataloader", *STEP] * 2
+
+
+@pytest.mark.parametrize(
+    ("loop", "kinds"),
+    [
+        (raise_in_forward, ["forward", *STEP]),
+        (interrupt, ["forward", *STEP]),
+        (raise_in_optimizer, STEP),
+        (module_without_parameters, STEP),
+        (epochs, ["dataloader_iter", *BATCHES, "dataloader_end"] * 2),
+    ],
+)
+def test_spans_of_a_loop_are_recorded_in_order(hook: Hook, loop: Any, kinds: list[str]) -> None:
+    loop(*small_model())
     hook.finish()
-    step = ["dataloader", "forward", "backward", "optimizer"]
-    assert hook.kinds() == (["dataloader_iter", *step, *step, "dataloader_end"]) * 2
-
-
-def test_module_without_parameters_is_not_a_forward(hook: Hook) -> None:
-    model, optimizer = small_model()
-    loss = torch.nn.MSELoss()(model(torch.ones(2, 3)), torch.zeros(2, 1))
-    loss.backward()
-    optimizer.step()
-    hook.finish()
-    assert hook.kinds() == ["forward", "backward", "optimizer"]
-
-
-def test_evaluation_is_told_from_training(hook: Hook) -> None:
-    model, optimizer = small_model()
-    train_step(model, optimizer)
-    model.eval()
-    with torch.no_grad():
-        model(torch.ones(2, 3))
-    hook.finish()
-    assert hook.kinds()[-1] == "eval"
-
-
-def test_raising_forward_leaves_the_hook_working(hook: Hook) -> None:
-    model, optimizer = small_model()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(torch.ones(2, 5))
-    train_step(model, optimizer)
-    hook.finish()
-    assert hook.kinds() == ["forward", "forward", "backward", "optimizer"]
-
-
-def test_other_threads_are_left_out(hook: Hook) -> None:
-    model, optimizer = small_model()
-    train_step(model, optimizer)
-    thread = threading.Thread(target=train_step, args=small_model())
-    thread.start()
-    thread.join()
-    hook.finish()
-    assert hook.kinds() == ["forward", "backward", "optimizer"]
+    assert hook.kinds() == kinds
 
 
 def test_garbage_collections_and_saves_are_noted(hook: Hook, tmp_path: Any) -> None:
@@ -90,22 +96,38 @@ def test_garbage_collections_and_saves_are_noted(hook: Hook, tmp_path: Any) -> N
     assert "gc" in kinds
 
 
-def test_roots_and_optimizers_are_named(hook: Hook) -> None:
-    model, optimizer = small_model()
-    train_step(model, optimizer)
+class Grouped(torch.nn.Sequential):
+    """Whose own `parameters` means something else."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return [{"params": list(super().parameters(recurse)), "lr": 0.1}]
+
+
+@pytest.mark.parametrize("root", [torch.nn.Sequential, Grouped])
+def test_roots_and_optimizers_are_named(hook: Hook, root: type[torch.nn.Sequential]) -> None:
+    model = root(*small_model()[0].children())
+    train_step(model, torch.optim.SGD(torch.nn.Module.parameters(model), lr=0.1))
     hook.finish()
+    assert hook.kinds() == STEP
     lines = {line["type"]: line for line in hook.events()}
-    assert lines["root"]["name"] == "Sequential"
-    assert lines["root"]["parameter_count"] == 41
-    assert lines["root"]["module_count"] == 4
+    assert lines["root"]["name"] == root.__name__
+    assert (lines["root"]["parameter_count"], lines["root"]["module_count"]) == (41, 4)
     assert lines["optimizer"]["name"] == "SGD"
     assert lines["record_end"]["reason"] == "exit"
 
 
-def test_time_limit_ends_on_a_whole_step_and_takes_the_hooks_out(make_hook: Any) -> None:
+def test_time_from_the_first_training_step_ends_on_a_whole_one_and_takes_the_hooks_out(
+    make_hook: Any,
+) -> None:
     untouched = torch.nn.Module.__call__
     hook = make_hook(time_s=0.3)
     model, optimizer = small_model()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(8):
+            model(torch.ones(2, 3))
+            time.sleep(0.05)
+    model.train()
     end = time.monotonic() + 30
     while not hook.recorder.closed:
         train_step(model, optimizer)
@@ -113,9 +135,9 @@ def test_time_limit_ends_on_a_whole_step_and_takes_the_hooks_out(make_hook: Any)
     assert torch.nn.Module.__call__ is untouched
     train_step(model, optimizer)
     hook.finish()
-    assert hook.kinds()[-1] == "optimizer"
-    spans = hook.spans()
-    assert 0.3e9 <= spans[-1][1] - spans[0][0] < 5e9
+    kinds, spans = hook.kinds(), hook.spans()
+    assert (kinds.count("eval"), kinds[-1]) == (8, "optimizer")
+    assert 0.3e9 <= spans[-1][1] - spans[kinds.index("forward")][0] < 5e9
     assert [e["reason"] for e in hook.events() if e["type"] == "record_end"] == ["time"]
 
 
@@ -289,70 +311,6 @@ def test_exception_of_the_jobs_signal_handler_reaches_the_job(
         signal.signal(signal.SIGALRM, before)
     hook.finish()
     assert hook.kinds() == ["forward", "backward", "optimizer"] * 2
-
-
-def test_interrupt_in_the_middle_of_a_span_leaves_the_next_ones_right(hook: Hook) -> None:
-    model, optimizer = small_model()
-
-    class Interrupting(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Interrupting()(torch.ones(1, 3))
-    train_step(model, optimizer)
-    hook.finish()
-    assert hook.kinds() == ["forward", "forward", "backward", "optimizer"]
-
-
-def test_time_is_counted_from_the_first_training_step(make_hook: Any) -> None:
-    hook = make_hook(time_s=0.4)
-    model, optimizer = small_model()
-    model.eval()
-    with torch.no_grad():
-        for _ in range(8):
-            model(torch.ones(2, 3))
-            time.sleep(0.1)
-    model.train()
-    end = time.monotonic() + 30
-    while not hook.recorder.closed:
-        train_step(model, optimizer)
-        time.sleep(0.01)
-        assert time.monotonic() < end, "the recording did not end"
-    hook.finish()
-    assert hook.kinds().count("eval") == 8
-    assert hook.kinds().count("optimizer") > 0
-
-
-def test_module_with_parameters_of_its_own_meaning_is_still_a_root(hook: Hook) -> None:
-    class Grouped(torch.nn.Linear):
-        def parameters(self, recurse: bool = True) -> Any:
-            return [{"params": list(super().parameters(recurse)), "lr": 0.1}]
-
-    model = Grouped(3, 1)
-    optimizer = torch.optim.SGD(torch.nn.Module.parameters(model), lr=0.1)
-    train_step(model, optimizer)
-    hook.finish()
-    assert hook.kinds() == ["forward", "backward", "optimizer"]
-    root = next(line for line in hook.events() if line["type"] == "root")
-    assert root["parameter_count"] == 4
-
-
-def test_optimizer_step_that_raises_is_not_a_step(hook: Hook) -> None:
-    model, optimizer = small_model()
-
-    def closure() -> float:
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        optimizer.step(closure)
-    train_step(model, optimizer)
-    hook.finish()
-    assert hook.kinds() == ["forward", "backward", "optimizer"]
 
 
 def test_rank_reports_in_once_all_wrappers_are_in_place(

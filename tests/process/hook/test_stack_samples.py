@@ -100,7 +100,7 @@ def _functions(line: dict[str, Any], stack: int) -> set[str]:
     return found
 
 
-def test_samples_share_out_the_time_as_clocks_do(
+def test_samples_share_out_the_time_as_clocks_do_and_say_who_held_the_lock(
     job: tuple[dict[str, float], Counter[tuple[str, str]], float],
 ) -> None:
     """Within a fifth where the sampling thread itself had to wait for a core, beside others."""
@@ -109,17 +109,10 @@ def test_samples_share_out_the_time_as_clocks_do(
     whole_s, count = sum(took.values()), sum(samples.values())
     assert count > 50
     for function, seconds in took.items():
-        own = sum(number for (name, _), number in samples.items() if name == function)
-        assert own / count == pytest.approx(seconds / whole_s, abs=most), (took, samples, late_us)
-
-
-def test_each_sample_says_who_held_the_lock(
-    job: tuple[dict[str, float], Counter[tuple[str, str]], float],
-) -> None:
-    _, samples, _ = job
-    for function in ("in_python", "in_operator", "in_one_call", "asleep"):
-        letter = "0" if function == "asleep" else "h"
         own = Counter({state: n for (name, state), n in samples.items() if name == function})
+        share = own.total() / count
+        assert share == pytest.approx(seconds / whole_s, abs=most), (took, samples, late_us)
+        letter = "0" if function == "asleep" else "h"
         assert own[letter] > 0.8 * own.total(), (function, samples)
 
 
@@ -208,41 +201,25 @@ def waits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return line
 
 
-@pytest.mark.parametrize(
-    ("function", "wait", "share"),
-    [
-        ("in_python", "none", 0.9),
-        ("asleep", "sleep", 0.8),
-        ("from_socket", "socket", 0.8),
-        ("from_socket_with_limit", "socket", 0.8),
-        ("into_pipe", "pipe", 0.8),
-        ("of_a_lock", "lock", 0.8),
+def test_each_sample_says_what_the_thread_waited_for_and_how_long_it_ran(
+    waits: dict[str, Any],
+) -> None:
+    """How long since the sample before, whatever else runs on the machine."""
+    for function, wait, share in (
+        ("in_python", "none", 0.9), ("asleep", "sleep", 0.8), ("from_socket", "socket", 0.8),
+        ("from_socket_with_limit", "socket", 0.8), ("into_pipe", "pipe", 0.8),
+        ("of_a_lock", "lock", 0.8), ("of_a_child", "other", 0.8),
         ("into_file", "file", 0.1),  # of a disk in memory fsync takes no time
-        ("of_a_child", "other", 0.8),
-    ],
-)
-def test_each_sample_says_what_the_thread_waited_for(
-    waits: dict[str, Any], function: str, wait: str, share: float
-) -> None:
-    found = Counter(
-        (*WAITS, "unknown")[WAIT_LETTERS.index(letter)]
-        for stack, letter in zip(waits["stack"], waits["wait"], strict=True)
-        if function in _functions(waits, stack)
-    )
-    assert found[wait] >= share * found.total() > 10 * share, found
-
-
-@pytest.mark.parametrize(("function", "ran_us"), [("in_python", 400_000), ("asleep", 0)])
-def test_each_sample_says_how_long_the_thread_ran(
-    waits: dict[str, Any], function: str, ran_us: int
-) -> None:
-    """Since the sample before, whatever else runs on the machine."""
-    found = [
-        ran
-        for stack, ran in zip(waits["stack"], waits["run_us"], strict=True)
-        if function in _functions(waits, stack)
-    ]
-    assert sum(found[1:]) == pytest.approx(ran_us, rel=0.2, abs=40_000)
+    ):  # fmt: skip
+        own = [
+            at for at, stack in enumerate(waits["stack"]) if function in _functions(waits, stack)
+        ]
+        found = Counter((*WAITS, "unknown")[WAIT_LETTERS.index(waits["wait"][at])] for at in own)
+        assert found[wait] >= share * found.total() > 10 * share, (function, found)
+        if function in ("in_python", "asleep"):
+            ran_us = sum(waits["run_us"][at] for at in own[1:])
+            expected = 400_000 if function == "in_python" else 0
+            assert ran_us == pytest.approx(expected, rel=0.2, abs=40_000), function
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="no columns before Python 3.11")
@@ -350,21 +327,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="frames have no instruction before 3.11")
-@pytest.mark.parametrize(
-    ("part", "line", "share"),
-    [
-        ("before_a_call", "# before a call", 0.9),
-        ("before_lookups", "# looked up", 0.6),
-        ("in_a_helper", "# returned", 0.9),
-        ("in_a_method", "# returned", 0.9),
-        ("in_a_generator", "# yielded", 0.9),
-        ("in_a_recursion", "to_the_power_of_two_to", 0.9),
-    ],
-)
-def test_samples_fall_where_the_time_goes_before_a_check(
-    places: dict[str, Counter[str]], part: str, line: str, share: float
-) -> None:
+def test_samples_fall_where_the_time_goes_before_a_check(places: dict[str, Counter[str]]) -> None:
     """CPython notices a request for a sample after calls and jumps, and not after operators."""
-    found = places[part]
-    at_line = sum(number for text, number in found.items() if line in text)
-    assert at_line >= share * found.total() > 20, found
+    for part, line, share in (
+        ("before_a_call", "# before a call", 0.9), ("before_lookups", "# looked up", 0.6),
+        ("in_a_helper", "# returned", 0.9), ("in_a_method", "# returned", 0.9),
+        ("in_a_generator", "# yielded", 0.9), ("in_a_recursion", "to_the_power_of_two_to", 0.9),
+    ):  # fmt: skip
+        at_line = sum(number for text, number in places[part].items() if line in text)
+        assert at_line >= share * places[part].total() > 20, (part, places[part])

@@ -57,31 +57,44 @@ class Module:
     training = True
 
 
-class Counted:
-    """The spans of a job, told to a counter alone: the tracer is held to it."""
+class Told:
+    """The spans of a job, told to something that counts its steps."""
+
+    def begin(self, kind: int, target: Any = None) -> Any:
+        """A span begins; without an end where it is left."""
+        raise NotImplementedError
+
+    def end(self, kind: int, begun: Any) -> None:
+        raise NotImplementedError
+
+    def span(self, kind: int, target: Any = None, inside: Callable[[], None] | None = None) -> None:
+        begun = self.begin(kind, target)
+        if inside is not None:
+            inside()
+        if kind == s.DATA and isinstance(target, Loader):
+            target._num_yielded += 1
+        self.end(kind, begun)
+
+
+class Counted(Told):
+    """A counter alone: the tracer is held to it."""
 
     def __init__(self) -> None:
         self.edges = Edges()
         self._counter = StepCounter(self.edges.boundary, torch.is_grad_enabled)
 
-    def begin(self, kind: int, target: Any = None) -> None:
-        """A span begins whose end never comes."""
+    def begin(self, kind: int, target: Any = None) -> Any:
         self._counter.begin(kind, target)
 
-    def span(self, kind: int, target: Any = None, inside: Callable[[], None] | None = None) -> None:
-        self._counter.begin(kind, target)
-        if inside is not None:
-            inside()
-        if kind == s.DATA and isinstance(target, Loader):
-            target._num_yielded += 1
+    def end(self, kind: int, begun: Any) -> None:
         self._counter.ends.get(kind, self._counter.pop)()
 
     def count(self) -> int:
         return self._counter.count
 
 
-class Job:
-    """The spans of a job, told to a tracer as the hooks' wrappers do."""
+class Job(Told):
+    """A tracer, told as the hooks' wrappers do."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -95,18 +108,13 @@ class Job:
         self.state.watch = self.tracer
         self.quick_spans = 0
 
-    def begin(self, kind: int, target: Any = None) -> None:
-        """A span begins whose end never comes."""
-        self.state.begin(kind, target)
-
-    def span(self, kind: int, target: Any = None, inside: Callable[[], None] | None = None) -> None:
-        end = self.state.begin(kind, target)
+    def begin(self, kind: int, target: Any = None) -> Any:
+        begun = self.state.begin(kind, target)
         self.quick_spans += self.tracer._steady.follows
-        if inside is not None:
-            inside()
-        if kind == s.DATA and isinstance(target, Loader):
-            target._num_yielded += 1
-        self.state.end(end)
+        return begun
+
+    def end(self, kind: int, begun: Any) -> None:
+        self.state.end(begun)
 
     def count(self) -> int:
         self.tracer._steady.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -118,42 +119,41 @@ def test_window_holds_the_steps_asked_for(traced: Callable[..., Traced]) -> None
     assert not list(one.run.trace_parts.glob(".*")), "a draft is left"
 
 
+def epoch(batches: int, **how: int) -> Callable[[], None]:
+    return lambda: train_epoch(loader(batches), *small_model(), **how)
+
+
+def end_with_the_window() -> None:
+    train_epoch(itertools.islice(loader(50), 6), *small_model())
+
+
 @pytest.mark.parametrize(
-    ("config", "batches", "windows"),
+    ("config", "loop", "windows"),
     [
-        *(({"steps": [first, first + 2]}, 8, [[first, first + 2]]) for first in range(4)),
-        ({"steps": [4, 6], "repeat": 3, "repeat_every": 5}, 30, [[4, 6], [9, 11], [14, 16]]),
-        ({"steps": None, "count": 2, "warmup_s": 0.0, "time_s": 0.0}, 20, [[10, 12]]),
+        *(({"steps": [first, first + 2]}, epoch(8), [[first, first + 2]]) for first in range(4)),
+        ({"steps": [4, 6], "repeat": 3, "repeat_every": 5}, epoch(30), [[4, 6], [9, 11], [14, 16]]),
+        ({"steps": None, "count": 2, "warmup_s": 0.0, "time_s": 0.0}, epoch(20), [[10, 12]]),
+        ({"steps": [5, 7]}, lambda: train(10), [[5, 7]]),
+        ({"steps": [2, 4]}, epoch(18, accumulate=3), [[2, 4]]),
+        ({"steps": [4, 6]}, end_with_the_window, [[4, 6]]),
     ],
-    ids=["from 0", "from 1", "from 2", "from 3", "one after another", "after ten steps"],
-)
+    ids=["from 0", "from 1", "from 2", "from 3", "one after another", "after ten steps",
+         "without a loader", "accumulated", "the job ends with it"],
+)  # fmt: skip
 def test_each_window_holds_its_steps(
-    config: dict[str, Any], batches: int, windows: list[list[int]], traced: Callable[..., Traced]
+    config: dict[str, Any],
+    loop: Callable[[], None],
+    windows: list[list[int]],
+    traced: Callable[..., Traced],
 ) -> None:
     one = traced(**config)
-    train_epoch(loader(batches), *small_model())
+    loop()
     assert [(line["state"], line["steps"]) for line in one.lines()] == [
         ("recorded", window) for window in windows
     ]
-    assert [marks(trace) for trace in one.traces()] == [list(range(*w)) for w in windows]
-    assert [count(trace, "Optimizer.step") for trace in one.traces()] == [2] * len(windows)
-
-
-def test_steps_without_a_loader_end_with_the_optimizer(traced: Callable[..., Traced]) -> None:
-    one = traced(steps=[5, 7])
-    train(10)
-    [line] = one.lines()
-    assert line["state"] == "recorded"
-    assert marks(one.traces()[0])[:2] == [5, 6]
-    assert count(one.traces()[0], "Optimizer.step") == 2
-
-
-def test_accumulated_batches_are_one_step(traced: Callable[..., Traced]) -> None:
-    one = traced(steps=[2, 4])
-    train_epoch(loader(18), *small_model(), accumulate=3)
-    assert one.lines()[0]["steps"] == [2, 4]
-    assert marks(one.traces()[0]) == [2, 3]
-    assert count(one.traces()[0], "enumerate(DataLoader)") == 6
+    for trace, window in zip(one.traces(), windows, strict=True):
+        assert marks(trace)[:2] == list(range(*window))
+        assert count(trace, "Optimizer.step") == 2
 
 
 def test_seconds_are_moved_to_whole_steps(traced: Callable[..., Traced]) -> None:
@@ -164,16 +164,6 @@ def test_seconds_are_moved_to_whole_steps(traced: Callable[..., Traced]) -> None
     assert line["state"] == "recorded"
     assert marks(one.traces()[0]) == list(range(first, after))
     assert count(one.traces()[0], "Optimizer.step") == after - first
-
-
-def test_job_that_ends_with_the_window_is_whole(traced: Callable[..., Traced]) -> None:
-    one = traced(steps=[3, 6])
-    batches = iter(loader(50))
-    model, optimizer = small_model()
-    for _ in range(6):
-        train_epoch([next(batches)], model, optimizer)
-    [line] = one.lines()
-    assert (line["state"], line["steps"]) == ("recorded", [3, 6])
 
 
 def test_size_guard_ends_the_window_early(traced: Callable[..., Traced]) -> None:
@@ -338,16 +328,6 @@ def test_job_keeps_its_own_sys_profiler(traced: Callable[..., Traced]) -> None:
     assert one.sidecars()[0]["options"]["stacks"] is False
 
 
-def test_options_reach_the_trace(traced: Callable[..., Traced]) -> None:
-    one = traced(steps=[3, 5], stacks=True, shapes=True, flops=True, modules=True)
-    train(7)
-    assert one.lines()[0]["state"] == "recorded"
-    [trace] = one.traces()
-    events = trace["traceEvents"]
-    assert any(e.get("cat") == "python_function" for e in events)
-    assert any(e.get("args", {}).get("Input Dims") for e in events)
-
-
 def test_calibration_beside_a_window_with_modules_harms_nothing(
     traced: Callable[..., Traced],
 ) -> None:
@@ -463,16 +443,6 @@ def test_slow_step_is_kept(traced: Callable[..., Traced]) -> None:
     assert one.sidecars()[0]["reason"] == "slow"
 
 
-def test_steps_of_usual_length_are_not_kept(traced: Callable[..., Traced]) -> None:
-    one = traced(keep_slow=True, count=3, slow_ratio=1000.0, repeat=2, steps=None)
-    train_epoch(loader(400), *small_model())
-    assert one.lines() == []
-    summary = one.lines("keep_slow")[-1]
-    assert summary["watched"] > 0
-    assert summary["slow_kept"] == 0
-    assert not one.traces()
-
-
 def test_first_step_of_a_rolling_window_is_judged_without_what_starting_takes(
     traced: Callable[..., Traced], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,6 +472,8 @@ def test_windows_follow_each_other_without_a_gap_where_their_cost_is_allowed(
     train_epoch(loader(200), *small_model())
     summary = one.lines("keep_slow")[-1]
     assert summary["watched"] > 0.8 * (summary["steps"] - SETTLED_STEPS)
+    assert summary["slow_kept"] == 0
+    assert one.lines() == one.traces() == []
 
 
 def test_ranks_keep_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,20 +44,19 @@ def kinds_after_first_step(hook: Hook) -> list[str]:
     return kinds[3:]
 
 
-def test_compiled_wrappers_are_in_where_they_were_built(make_hook: Any) -> None:
-    hook: Hook = make_hook()
+def test_replaced_functions_are_what_functions_are_to_others(trained: Any) -> None:
+    """They may be referred to weakly, pickled and copied, alone and bound to a model."""
+    hook, model, _ = trained
+    call, backward = nn.Module.__call__, torch.autograd.graph._engine_run_backward
     is_plain = isinstance(hook.recorder.spans, spans.SpanBuffer)
-    assert type(nn.Module.__call__).__name__ == ("function" if is_plain else "TimedCall")
-
-
-def test_module_call_is_what_a_function_is_to_others(trained: Any) -> None:
-    """It may be referred to weakly, pickled and copied, alone and bound to a model."""
-    _, model, _ = trained
-    call = nn.Module.__call__
+    assert type(call).__name__ == ("function" if is_plain else "TimedCall")
     assert weakref.ref(call)() is call
     assert weakref.WeakMethod(model.__call__)() == model.__call__
-    assert pickle.loads(pickle.dumps(call)) is call
     assert copy.deepcopy(call) is call
+    assert pickle.loads(pickle.dumps(call)) is call
+    assert pickle.loads(pickle.dumps(backward)) is backward
+    assert backward.__code__.co_name == "_engine_run_backward"
+    assert hook.installer.state.busy == 0
     ones = torch.ones(2, 3)
     assert torch.equal(pickle.loads(pickle.dumps(model.__call__))(ones), model(ones))
 
@@ -109,15 +108,6 @@ def test_spans_inside_a_forward_are_as_in_the_first_step(hook: Hook) -> None:
     assert hook.kinds() == ["backward", *STEP] * 3
 
 
-def test_end_of_an_epoch_and_of_many_are_told(trained: Any) -> None:
-    hook, _, _ = trained
-    loader = DataLoader(numbers([1, 2]), batch_size=None)
-    for _ in range(2):
-        assert len(list(loader)) == 2
-    epoch = ["dataloader_iter", "dataloader", "dataloader", "dataloader_end"]
-    assert kinds_after_first_step(hook) == epoch * 2
-
-
 def test_optimizer_and_thread_that_come_later_are_as_in_python(trained: Any) -> None:
     hook, model, optimizer = trained
     second = torch.optim.AdamW(model.parameters())
@@ -145,12 +135,3 @@ def test_watch_that_begins_inside_a_call_is_met_by_its_end(hook: Hook) -> None:
         train_step(model, optimizer)
     hook.finish()
     assert hook.kinds() == STEP * 3
-
-
-def test_replaced_functions_are_copied_and_pickled_as_functions_are(hook: Hook) -> None:
-    call = nn.Module.__call__
-    assert copy.deepcopy(call) is call
-    backward = torch.autograd.graph._engine_run_backward
-    assert pickle.loads(pickle.dumps(backward)) is backward
-    assert backward.__code__.co_name == "_engine_run_backward"
-    assert hook.installer.state.busy == 0

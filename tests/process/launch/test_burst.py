@@ -22,7 +22,6 @@ from haiprof.agent.burst import (
     Refusal,
     find_nsys,
     has_trained,
-    limit_bytes,
     prepare_burst,
     probe_nsys,
 )
@@ -121,20 +120,24 @@ def test_nsys_that_is_nowhere_is_said_with_where_it_was_looked_for(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "reason", "remedy"),
+    ("behaviour", "environ", "reasons", "remedy"),
     [
-        ("denied", "may not read the GPU's performance counters", "RestrictProfilingToAdminUsers"),
-        ("busy", "another tool holds", "dcgmi profile --pause"),
-        ("volta", "cannot sample this GPU", "Turing or newer"),
+        ("denied", {}, ("may not read the GPU's performance counters", "NVIDIA H200"),
+         "RestrictProfilingToAdminUsers"),
+        ("busy", {}, ("another tool holds", "NVIDIA H200"), "dcgmi profile --pause"),
+        ("volta", {}, ("cannot sample this GPU", "NVIDIA H200"), "Turing or newer"),
+        ("mute", {}, ("no answer within 0.5 s",), ""),
+        ("works", {"CUDA_VISIBLE_DEVICES": ""}, ("CUDA_VISIBLE_DEVICES",), ""),
     ],
-)
+)  # fmt: skip
 def test_probe_says_why_the_gpus_cannot_be_sampled(
-    tmp_path: Path, behaviour: str, reason: str, remedy: str
+    tmp_path: Path, behaviour: str, environ: dict[str, str], reasons: tuple[str, ...], remedy: str
 ) -> None:
-    answer = probe_nsys(str(install(tmp_path, behaviour)), {"PATH": os.environ["PATH"]})
+    environ = {"PATH": os.environ["PATH"], **environ}
+    limit_s = 0.5 if behaviour == "mute" else 60.0
+    answer = probe_nsys(str(install(tmp_path, behaviour)), environ, timeout_s=limit_s)
     assert isinstance(answer, Refusal)
-    assert reason in answer.reason
-    assert "NVIDIA H200" in answer.reason  # nsys's own words
+    assert all(reason in answer.reason for reason in reasons)  # the GPU's name in nsys's own words
     assert remedy in answer.remedy
 
 
@@ -154,18 +157,6 @@ def test_probe_counts_the_gpus_that_can_be_sampled_in_the_words_of_the_version(
     assert isinstance(found, Nsys)
     assert (found.path, found.device_option, found.devices) == (path, option, devices)
     assert found.gpu_count == 2 or environ
-
-
-def test_probe_of_a_job_without_gpus_does_not_ask(tmp_path: Path) -> None:
-    answer = probe_nsys(str(tmp_path / "nsys"), {"CUDA_VISIBLE_DEVICES": ""})
-    assert isinstance(answer, Refusal)
-    assert "CUDA_VISIBLE_DEVICES" in answer.reason
-
-
-def test_probe_that_gets_no_answer_gives_up(tmp_path: Path) -> None:
-    answer = probe_nsys(str(install(tmp_path, "mute")), {}, timeout_s=0.5)
-    assert isinstance(answer, Refusal)
-    assert "no answer within 0.5 s" in answer.reason
 
 
 def test_burst_needs_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,10 +259,6 @@ def test_burst_that_is_nearly_ready_when_the_job_ends_becomes_so(
     assert burst.status == "recorded"
 
 
-def test_limit_grows_with_gpus_samples_and_time() -> None:
-    assert limit_bytes(SHORT, 1) < limit_bytes(SHORT, 8) < limit_bytes(Options(), 8) < 4 << 30
-
-
 def test_training_is_seen_by_its_spans_not_by_evaluation(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     write_rank(run, spans_of("D E D E"))
@@ -337,15 +324,9 @@ def test_burst_that_fails_within_is_said_once_and_the_agent_goes_on(
         asked.append(True)
         raise ValueError("no such number")
 
-    run = write_run(tmp_path / "run")
-    job = Job(
-        run,
-        read_manifest(run),
-        Options(),
-        created=True,
-        subcommand=own_command,
-        supervisor=SimpleNamespace(),  # type: ignore[arg-type]
-    )
+    run, supervisor = write_run(tmp_path / "run"), SimpleNamespace()
+    job = Job(run, read_manifest(run), Options(), created=True, subcommand=own_command,
+              supervisor=supervisor)  # type: ignore[arg-type]  # fmt: skip
     job._agent = agent = Agent(run, Options())
     job._burst = burst_of(node, nsys_of(tmp_path), has_trained=broken)
     for _ in range(3):

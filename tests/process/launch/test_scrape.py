@@ -124,45 +124,32 @@ def test_scrape_shows_the_latest_sample_in_base_units(tmp_path: Path) -> None:
     }
 
 
-def test_scrape_leaves_out_what_is_missing_or_gone(tmp_path: Path) -> None:
+def test_scrape_leaves_out_what_is_missing_silent_or_gone(tmp_path: Path) -> None:
     gpus = Told(GPU, [{"key": [0], "name": "gpu 0", "uuid": UUID}])
     gpus.rows = [{"time_ns": 1, "gpu": 0, "utilization_ratio": 0.5, "memory_used_bytes": NULL_I64}]
     node = Scraped(tmp_path, gpus)
+    node.now_ns += 3 * SECOND
     assert list(node.samples()) == ["hw_gpu_utilization_ratio"]
+    node.now_ns += 1
+    assert node.samples() == {}, "its source has fallen silent"
+    node.second()
+    assert node.samples() != {}
     gpus.rows = []
     node.second()
     assert node.samples() == {}
 
 
-def test_source_that_has_fallen_silent_has_no_present_value(tmp_path: Path) -> None:
-    gpus = Told(GPU, [{"key": [0], "name": "gpu 0", "uuid": UUID}])
-    gpus.rows = [{"time_ns": 1, "gpu": 0, "utilization_ratio": 0.5}]
+def test_gpu_has_its_name_and_the_rank_that_uses_it_once_that_is_known(tmp_path: Path) -> None:
+    gpus = Told(GPU)
     node = Scraped(tmp_path, gpus)
-    node.now_ns += 3 * SECOND
-    assert node.samples() != {}
-    node.now_ns += 1
-    assert node.samples() == {}
-
-
-def test_gpu_has_the_rank_that_uses_it_once_that_has_reported(tmp_path: Path) -> None:
-    gpus = Told(GPU, [{"key": [0], "name": "gpu 0", "uuid": UUID}])
-    gpus.rows = [{"time_ns": 1, "gpu": 0, "utilization_ratio": 0.5}]
-    node = Scraped(tmp_path, gpus)
+    gpus.rows = [{"time_ns": 1, "gpu": 1, "utilization_ratio": 0.5}]
+    gpus.lines = [{"type": "entity", "key": [1], "name": "gpu 1", "uuid": UUID}]
+    node.second()
     ((before, _),) = node.samples()["hw_gpu_utilization_ratio"]
     node.report(5, gpu_uuid=UUID.removeprefix("GPU-"))
     ((after, _),) = node.samples()["hw_gpu_utilization_ratio"]
     assert "rank" not in before
-    assert (after["rank"], after["gpu"], after["entity"]) == ("5", "0", "gpu 0")
-
-
-def test_entity_that_comes_up_later_has_its_name(tmp_path: Path) -> None:
-    gpus = Told(GPU)
-    node = Scraped(tmp_path, gpus)
-    gpus.rows = [{"time_ns": 1, "gpu": 1, "utilization_ratio": 1.0}]
-    gpus.lines = [{"type": "entity", "key": [1], "name": "gpu 1", "uuid": UUID}]
-    node.second()
-    ((labels, _),) = node.samples()["hw_gpu_utilization_ratio"]
-    assert labels["entity"] == "gpu 1"
+    assert (after["rank"], after["gpu"], after["entity"]) == ("5", "1", "gpu 1")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from haiprof.cli.app import run_command
 from tests.browser import Page, chromium
-from tests.process.report.test_page_in_browser import check_quiet, opened
+from tests.process.report.test_page_in_browser import check_quiet, opened, press
 from tests.unit.analysis.test_lines import LOAD, MAIN, OPEN, record
 
 pytestmark = [
@@ -40,11 +40,6 @@ def flame_page(
 def labels(page: Page) -> list[str]:
     found: list[str] = page.run(f"{FRAMES}.map(e => e.ariaLabel)")
     return found
-
-
-def press(page: Page, key: str) -> None:
-    for kind in ("keyDown", "keyUp"):
-        page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
 
 def choose(page: Page, text: str, value: str) -> None:

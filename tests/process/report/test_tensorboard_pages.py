@@ -6,8 +6,7 @@ import gzip
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
-from multiprocessing.pool import Pool
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -50,23 +49,19 @@ def plugin_numbers(path: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def plugin() -> Iterator[Pool]:
-    """A process with the patched plugin: one for all traces, as TensorBoard's own."""
+@pytest.mark.parametrize("name", first_of(ALL, "tl_h100_qwen05_mem_stack"))
+def test_the_plugins_numbers_are_those_of_our_analysis(name: str) -> None:
+    path = trace_files(traces(name))[0]
     with multiprocessing.get_context("spawn").Pool(1, initializer=patch_parsing) as pool:
-        yield pool
+        numbers, trace = pool.apply(plugin_numbers, (str(path),)), Trace(path)
+    check_operators(numbers, trace)
+    check_kernels(numbers, trace)
+    if name in WITH_STEPS:  # without, the plugin's one step ends with the last operator
+        check_steps(numbers, trace)
 
 
-@pytest.fixture(scope="module", params=first_of(ALL, "tl_h100_qwen05_mem_stack"))
-def both(request: pytest.FixtureRequest, plugin: Pool) -> tuple[str, dict[str, Any], Trace]:
-    path = trace_files(traces(request.param))[0]
-    return request.param, plugin.apply(plugin_numbers, (str(path),)), Trace(path)
-
-
-def test_operators_have_the_device_time_of_our_analysis(
-    both: tuple[str, dict[str, Any], Trace],
-) -> None:
-    _, numbers, trace = both
+def check_operators(numbers: dict[str, Any], trace: Trace) -> None:
+    """By the time that they have on the device."""
     ours = operator_kernels(trace).drop_nulls("operator")
     assert set(ours["operator"]) == set(numbers["operators"])
     assert ours["gpu_self_ns"].sum() > 1_000_000
@@ -79,10 +74,7 @@ def test_operators_have_the_device_time_of_our_analysis(
         assert theirs["device_total_duration"] >= row["gpu_total_ns"] / 1e3 - 0.6
 
 
-def test_steps_are_broken_down_as_in_our_analysis(both: tuple[str, dict[str, Any], Trace]) -> None:
-    name, numbers, trace = both
-    if name not in WITH_STEPS:
-        pytest.skip("no profiler steps: the plugin's one step ends with the last operator")
+def check_steps(numbers: dict[str, Any], trace: Trace) -> None:
     ours = {str(row["step"]): row for row in
             step_time_breakdown(trace, gpu_tail=True).iter_rows(named=True)}  # fmt: skip
     assert list(ours) == list(numbers["steps"])
@@ -92,8 +84,7 @@ def test_steps_are_broken_down_as_in_our_analysis(both: tuple[str, dict[str, Any
         assert costs == pytest.approx([*wanted, ours[number]["wall_ns"] / 1e3], abs=0.05)
 
 
-def test_kernels_are_those_of_the_trace(both: tuple[str, dict[str, Any], Trace]) -> None:
-    _, numbers, trace = both
+def check_kernels(numbers: dict[str, Any], trace: Trace) -> None:
     gpu = trace.gpu.with_columns(pl.col("name", "category").cast(pl.String))
     own = gpu.filter(pl.col("category").str.to_lowercase() == "kernel").group_by("name")
     ours = own.agg(count=pl.len(), sum_us=pl.col("dur_ns").sum() / 1e3)
@@ -141,26 +132,22 @@ def test_a_child_whose_digits_end_after_its_parents_stays_inside() -> None:
     assert child["ts"] - parent["ts"] == pytest.approx(1.992, abs=0.001)
 
 
-def test_a_step_that_begins_inside_a_python_function_is_whole() -> None:
+def test_steps_loaders_and_python_functions_are_what_they_are_for_the_plugin() -> None:
     function = event("torch/profiler/profiler.py(1): step", "python_function", 0, 15)
     found = by_name(loaded(function, step(6, 10, 100), event("aten::mm", "cpu_op", 50, 5)))
-    assert found["ProfilerStep#6"]["dur"] == 100
+    assert found["ProfilerStep#6"]["dur"] == 100, "it begins inside a function, and is whole"
     assert list(found) == ["ProfilerStep#6", "aten::mm"]
-
-
-def test_a_dataloader_is_an_operator_and_another_range_is_none() -> None:
     wait = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     found = by_name(
         loaded(event(wait, "user_annotation", 0, 5), event("load", "user_annotation", 5, 5))
     )
     assert [found[wait]["cat"], found["load"]["cat"]] == ["Operator", "Python"]
-
-
-def test_operators_have_their_python_stack() -> None:
     outer = event("train.py(3): main", "python_function", 0, 100)
     inner = event("model.py(7): forward", "python_function", 10, 50)
     found = by_name(loaded(outer, inner, event("aten::mm", "cpu_op", 20, 5)))
     assert found["aten::mm"]["args"]["Call stack"] == "model.py(7): forward;train.py(3): main"
+    gpu = loaded(deviceProperties=[{"id": 0, "name": "<img src=x onerror=alert(1)>"}])
+    assert "<" not in normalise_trace(gpu).trace["deviceProperties"][0]["name"]
 
 
 @pytest.mark.parametrize(
@@ -176,11 +163,6 @@ def test_operators_have_their_python_stack() -> None:
 def test_odd_events_cost_nothing_but_themselves(odd: Any) -> None:
     found = by_name({"traceEvents": [odd, event("aten::mm", "cpu_op", 10, 20)]})
     assert found["aten::mm"]["dur"] == 20
-
-
-def test_a_gpu_with_a_name_of_html_is_shown_as_text() -> None:
-    trace = loaded(deviceProperties=[{"id": 0, "name": "<img src=x onerror=alert(1)>"}])
-    assert "<" not in normalise_trace(trace).trace["deviceProperties"][0]["name"]
 
 
 @pytest.mark.parametrize("trace", ['{"a": [1], "traceEvents": [%s], "b": [2]}', "[%s]"])
@@ -278,7 +260,11 @@ def test_overview_operator_and_trace_pages_without_network(
 @pytest.mark.slow
 def test_all_ranks_of_a_window_are_workers_of_one_run() -> None:
     with served("tensorboard", traces("dlrm_v100_8ranks"), "--port", "0") as running:
-        ask = _asker(running.url + PLUGIN)
+
+        def ask(route: str) -> Any:
+            with urlopen(running.url + PLUGIN + route) as answer:
+                return json.load(answer)
+
         within(150, lambda: ask("runs")["runs"] == ["traces/window0"])
         workers = ask("workers?run=traces/window0&view=Overview")
         assert workers == [f"rank{rank}_host" for rank in range(8)]
@@ -295,11 +281,3 @@ def test_all_ranks_of_a_window_are_workers_of_one_run() -> None:
             "nccl:all_to_all": 5,
             "nccl:all_reduce": 3,
         }
-
-
-def _asker(base: str) -> Callable[[str], Any]:
-    def ask(route: str) -> Any:
-        with urlopen(base + route) as answer:
-            return json.load(answer)
-
-    return ask

@@ -27,7 +27,7 @@ from haiprof.linux.readings import Unavailable
 from haiprof.run_format.layout import RunPaths
 from tests.process.live import within
 from tests.unit.samplers.test_loop import NODE, count, loop_for
-from tests.unit.samplers.test_perf_events import PAGE_FAULTS, ROOT, live, touch
+from tests.unit.samplers.test_perf_events import ROOT
 from tests.unit.samplers.test_placement import needs_move_pages
 from tests.unit.samplers.test_process import report
 from tests.unit.samplers.test_remote_memory import HOST, sampled
@@ -117,14 +117,6 @@ def test_loop_samples_a_rank_soon_after_it_reports(tmp_path: Path) -> None:
         rank.kill()
 
 
-def test_launcher_loads_no_http_client_for_it() -> None:
-    words = (
-        "import sys, haiprof.agent.samplers; print(sorted({'http', 'email'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_software_names_torch_without_importing_it() -> None:
     code = (
         "import sys; from haiprof.agent.samplers.registry import software; "
@@ -187,20 +179,6 @@ def test_placement_live_sample_of_a_child_sees_what_is_in_memory() -> None:
         child.wait()
         with pytest.raises(ProcessLookupError):
             pages.pages_by_node()
-
-
-def test_live_counter_is_inherited_by_threads_and_processes_that_start_later() -> None:
-    counted = live(PAGE_FAULTS)
-    before = counted.read()
-    thread = threading.Thread(target=touch, args=(3000,))
-    thread.start()
-    thread.join()
-    with_thread = counted.read()
-    subprocess.run([sys.executable, "-Sc", "bytearray(1 << 24)"], check=True)
-    with_child = counted.read()
-    counted.close()
-    assert with_thread - before >= 3000
-    assert with_child - with_thread >= 1000
 
 
 _AS_NOBODY = """

@@ -12,14 +12,10 @@ from pathlib import Path
 import pytest
 from polars.testing import assert_frame_equal
 
-from haiprof import Analyzer
 from haiprof.base.errors import MissingExtraError, UsageError
-from haiprof.diagnosis.engine import diagnose
-from haiprof.diagnosis.verdict import as_document
 from haiprof.trace_analysis.pool import SlurmCluster, SlurmOptions, cluster_pool
 from haiprof.trace_analysis.report import standard_report
 from tests.unit.analysis.trace.shared import kernel, rank_file, traces
-from tests.unit.report.many_ranks import write_many
 
 
 @pytest.fixture(autouse=True)
@@ -98,17 +94,6 @@ def test_nodes_of_slurm_give_the_same_report(
     assert (there.ranks, there.missing, there.notes) == (here.ranks, here.missing, here.notes)
     for name, table in here.tables.items():
         assert_frame_equal(there.tables[name], table, check_exact=True)
-
-
-@pytest.mark.proof
-@pytest.mark.slow
-@pytest.mark.usefixtures("slurm")
-def test_nodes_of_slurm_give_the_same_verdict_of_a_run(tmp_path: Path) -> None:
-    root = write_many(tmp_path / "run", ranks=6, steps=60)
-    pool = cluster_pool(f"slurm:jobs=2,memory=2GB,wait=60,log={tmp_path}")
-    there, here = (as_document(diagnose(Analyzer(root, pool=each))) for each in (pool, None))
-    assert list(tmp_path.glob("haiprof-*.out"))
-    assert there == here
 
 
 @pytest.mark.slow
