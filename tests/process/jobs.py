@@ -24,19 +24,8 @@ TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")  # standalone: 
 TWO_RANKS = ("python", str(REPOSITORY / "tests/process/ranks.py"), "2")
 """In front of a script: without torchrun, where nobody looks at what starts the ranks."""
 TIMEOUT_S = 240
-WITHOUT_DYNAMO = (
-    "import sys, types, torch; sys.modules['torch._dynamo'] = torch._dynamo = "
-    "types.SimpleNamespace(graph_break=bool, disable=lambda method, *_, **__: method)\n"
-)
-"""The first line of a job that compiles nothing: the first step of its optimizer would import
-Dynamo for these two, which is half of all CPU time that a small job takes. DDP and torch.profiler
-need the real one.
-"""
-WITHOUT_DYNAMO_ALONE = f'import os\nif "RANK" not in os.environ:\n    {WITHOUT_DYNAMO}'
-"""The same, of a script that makes its model one of DDP's where it has ranks."""
-_TRAINING = (
-    WITHOUT_DYNAMO
-    + """import os, sys, time, torch; torch.manual_seed(0)
+_TRAINING = """
+import os, sys, time, torch; torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=.1)
 {before}
@@ -47,7 +36,6 @@ optimizer = torch.optim.SGD(model.parameters(), lr=.1)
     {each}
 {after}
 """
-)
 _RANKS = """
 import os, sys, time
 import torch, torch.distributed as dist

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.process.jobs import REPOSITORY, WITHOUT_DYNAMO, run_command, run_job, succeeded
+from tests.process.jobs import REPOSITORY, run_command, run_job, succeeded
 
 pytestmark = pytest.mark.slow
 
 # Each step sleeps for 20 ms in all: what the machine does beside it is a small part.
-JOB = (
-    WITHOUT_DYNAMO
-    + """import sys, time, torch
+JOB = """
+import sys, time, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 torch.manual_seed(0)
@@ -32,7 +31,6 @@ for batch in DataLoader(Data(), batch_size=None):
     loss = (model(batch) - batch).pow(2).mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
-)
 
 
 @pytest.fixture(scope="module")

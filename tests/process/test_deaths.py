@@ -19,7 +19,6 @@ from tests.process.jobs import (
     REPOSITORY,
     SIMULATED_GPU,
     TWO_RANKS,
-    WITHOUT_DYNAMO,
     Job,
     run_job,
     run_script,
@@ -28,9 +27,8 @@ from tests.sampling import first_of, variants
 
 pytestmark = pytest.mark.slow
 
-ENDS = (
-    WITHOUT_DYNAMO
-    + """import os, sys, threading
+ENDS = """
+import faulthandler, os, signal, sys, threading
 import torch
 from torch import nn
 how = sys.argv[1]
@@ -55,6 +53,10 @@ def step(number):
         end_a_thread()  # which ends nothing else, and explains nothing
     if number < 3:
         return
+    if how in ("segv", "file"):
+        faulthandler.enable(open("faults", "w") if how == "file" else sys.stderr)
+        import ctypes
+        ctypes.string_at(0)
     if how == "terminate":
         import ctypes
         ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()
@@ -70,9 +72,9 @@ def step(number):
 for number in range(5):
     step(number)
 """
-)
 CAUSES = {
-    "raise": "exception", "hook": "exception", "exit": "exit", "terminate": "crash",
+    "raise": "exception", "hook": "exception", "exit": "exit", "segv": "crash", "file": "crash",
+    "terminate": "crash",
 }  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def comparable(text: str) -> str:
 
 
 @pytest.mark.parametrize("how", first_of(
-    ["raise", "hook", "exit", "terminate", "thread", "thread_hook"], "raise"
+    ["raise", "hook", "exit", "segv", "file", "terminate", "thread", "thread_hook"], "raise"
 ))  # fmt: skip
 def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, how: str) -> None:
     bare, job = (run_script(tmp_path, ENDS, how, haiprof=haiprof) for haiprof in (False, True))
@@ -101,6 +103,10 @@ def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, ho
     )
     assert job.returncode == bare.returncode
     assert (job.stdout, comparable(said)) == (bare.stdout, comparable(bare.stderr))
+    if how == "file":
+        assert "Segmentation fault" in (job.folder / "faults").read_text()
+        faults = [comparable((each.folder / "faults").read_text()) for each in (bare, job)]
+        assert faults[0] == faults[1]
     if how in ("raise", "thread_hook"):
         assert "own: reader ZeroDivisionError" in job.stderr
     death = died(job)
@@ -109,8 +115,9 @@ def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, ho
         return
     assert death is not None
     assert death.cause == CAUSES[how], death.headline
-    crashed = how == "terminate"  # at once: it has not reported in yet
-    assert death.ranks == (0,) or crashed
+    assert death.ranks == (0,) or how in ("segv", "file", "terminate"), (
+        "who crashes at once has not reported in yet"
+    )
     if how == "terminate":
         assert "terminate called without an active exception" in bare.stderr
         assert "it aborted itself (SIGABRT): std::terminate: terminate called" in death.headline
@@ -122,9 +129,39 @@ def test_job_dies_as_it_does_without_haiprof_and_is_explained(tmp_path: Path, ho
         assert death.source == 'raise RuntimeError("no label in sample 9") from error'
 
 
+OUT_OF_MEMORY = """
+import resource, sys, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+kept = []
+limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (1 << 28)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def grow(way):
+    while True:
+        kept.append(torch.ones(1 << 20) if way == "torch" else bytearray(1 << 20))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+grow(sys.argv[1])
+"""
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("way", "said"), [("torch", "DefaultCPUAllocator"), ("python", "MemoryError")]
+)
+def test_out_of_address_space_is_told_as_out_of_memory(tmp_path: Path, way: str, said: str) -> None:
+    job = run_script(tmp_path, OUT_OF_MEMORY, way, options=())
+    assert said in job.stderr.partition("haiprof: rank")[0]
+    death = died(job)
+    assert death is not None
+    assert death.cause == "out_of_memory", death.headline
+    assert "train.py:" in death.headline
+    assert "sys.exit" not in death.headline
+
+
 def test_limit_of_the_address_space_is_told(tmp_path: Path) -> None:
     (tmp_path / "oom.py").write_text(
-        f"{WITHOUT_DYNAMO}model = torch.nn.Linear(4, 4)\n"
+        "import torch\nmodel = torch.nn.Linear(4, 4)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=.1)\nkept = []\n"
         "for step in range(400):\n"
         "    model(torch.ones(2, 4)).sum().backward()\n    optimizer.step()\n"
@@ -181,9 +218,8 @@ def test_rank_below_torchrun_that_is_killed_is_named_and_not_its_victim(tmp_path
     assert "rank 1 died first: killed (SIGKILL)" in lines[-1], "the cause is the last line"
 
 
-PRINTS = (
-    WITHOUT_DYNAMO
-    + """import os, sys, time
+PRINTS = """
+import os, sys, time
 import torch
 parameter = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.SGD([parameter], lr=.1)
@@ -192,11 +228,10 @@ def allocate():
 for number in range(20):
     parameter.sum().backward()
     optimizer.step()
-    time.sleep(.05)
+    time.sleep(.1)
 print("license server lost", file=sys.stderr, flush=True)
 os._exit(3) if sys.argv[1] == "exit" else allocate()
 """
-)
 
 
 @pytest.mark.parametrize(
@@ -214,16 +249,18 @@ def test_last_lines_on_stderr_tell_of_a_death_that_nothing_else_tells_of(
     script = tmp_path / "prints.py"
     script.write_text(PRINTS)
     line = f"exec {command.replace('python', PYTHON)} {script} {cause} 2> printed"
-    job = run_job(["sh", "-c", line], folder=tmp_path / "job", haiprof=True)
+    bare, job = (
+        run_job(["sh", "-c", line], folder=tmp_path / name, haiprof=name == "haiprof")
+        for name in ("bare", "haiprof")
+    )
     death = died(job)
     assert death is not None
     assert death.cause == cause
     assert not death.certain
     assert said in death.headline
-    assert job.returncode == (3 if cause == "exit" else 1)
-    printed = (job.folder / "printed").read_text()
-    assert printed.startswith("license server lost\n")
-    assert "haiprof" not in printed
+    assert job.returncode == bare.returncode
+    printed = [(each.folder / "printed").read_bytes() for each in (bare, job)]
+    assert printed[0] == printed[1]
 
 
 MIB = 1 << 20

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.process.jobs import WITHOUT_DYNAMO_ALONE, run_command, run_job
+from tests.process.jobs import run_command, run_job
 
 pytestmark = pytest.mark.slow
 
-JOB = (
-    WITHOUT_DYNAMO_ALONE
-    + """
+JOB = """
+
 import json, os, sys, time
 import torch, torch.distributed as dist
 out, total, death = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -50,7 +49,6 @@ for step in range(first, total):
             open(f"{out}/died", "w")
             raise ValueError("bad sample")
 """
-)
 RESTARTED = ("torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3",
              "--monitor-interval", "0.1")  # fmt: skip
 

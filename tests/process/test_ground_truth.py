@@ -13,7 +13,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tests.process.jobs import WITHOUT_DYNAMO, run_job, succeeded
+from tests.process.jobs import run_job, succeeded
 
 pytestmark = pytest.mark.slow
 
@@ -24,9 +24,8 @@ RELATIVE_TOLERANCE = 0.02
 ABSOLUTE_TOLERANCE_NS = 500_000
 STEPS = 40
 
-SCRIPT = (
-    WITHOUT_DYNAMO
-    + """import json, sys, time
+SCRIPT = """
+import json, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -116,7 +115,6 @@ for _ in range(STEPS):
 next(iterator)  # the last step ends where the next batch is asked for
 json.dump(rows, open(sys.argv[1], "w"))
 """
-)
 
 # data, forward, backward, optimizer, other: milliseconds
 LONG_FORWARD = "2,12,5,3,4"

@@ -14,7 +14,6 @@ from haiprof import Analyzer
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import newest_run
 from tests.process.jobs import (
-    WITHOUT_DYNAMO,
     Job,
     environment,
     haiprof_command,
@@ -30,8 +29,7 @@ pytestmark = pytest.mark.slow
 
 QUIET = ("--quiet",)
 TRAIN = (
-    WITHOUT_DYNAMO
-    + PRELUDE
+    PRELUDE
     + """
 model = net()
 optimizer = torch.optim.AdamW(model.parameters())

@@ -9,14 +9,13 @@ import pytest
 
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Verdict
-from tests.process.jobs import PYTHON, REPOSITORY, WITHOUT_DYNAMO, Job, run_command, run_job
+from tests.process.jobs import PYTHON, REPOSITORY, Job, run_command, run_job
 
 pytestmark = pytest.mark.slow
 
 NCCL = "node7:1:1 [0] NCCL WARN Call to connect returned Connection refused"
 TRAINS = (
-    WITHOUT_DYNAMO
-    + f"NCCL = {NCCL!r}"
+    f"NCCL = {NCCL!r}"
     + """
 import os, sys, time, traceback
 import torch

@@ -18,14 +18,13 @@ import polars as pl
 import pytest
 
 from haiprof.trace_format.kineto.rank_trace import Trace
-from tests.process.jobs import WITHOUT_DYNAMO_ALONE, run_command
+from tests.process.jobs import run_command
 from tests.process.live import within
 
 pytestmark = pytest.mark.slow
 
-TRAIN = (
-    WITHOUT_DYNAMO_ALONE
-    + """
+TRAIN = """
+
 import os, time, torch
 import torch.distributed as dist
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -52,7 +51,6 @@ if ranks > 1:
     time.sleep(0.2)  # as examples/two_ranks_slow_one.py
     dist.destroy_process_group()
 """
-)
 
 
 @pytest.fixture

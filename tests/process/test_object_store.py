@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from haiprof.diagnosis.engine import diagnose
-from tests.process.jobs import WITHOUT_DYNAMO, run_script
+from tests.process.jobs import run_script
 
 pytestmark = pytest.mark.slow
 
-JOB = (
-    WITHOUT_DYNAMO
-    + """import sys
+JOB = """
+import sys
 import urllib.request
 import torch
 address, workers = sys.argv[1], int(sys.argv[2])
@@ -37,7 +36,6 @@ for batch in torch.utils.data.DataLoader(Samples(), batch_size=2, num_workers=wo
     optimizer.step()
     optimizer.zero_grad()
 """
-)
 LINE = JOB.splitlines().index(next(x for x in JOB.splitlines() if x.endswith("# READS"))) + 1
 
 

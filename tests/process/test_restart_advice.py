@@ -17,7 +17,6 @@ from haiprof.run_format.manifest import newest_run
 from tests.process.jobs import (
     PYTHON,
     TWO_RANKS,
-    WITHOUT_DYNAMO,
     environment,
     haiprof_command,
     run_command,
@@ -28,9 +27,8 @@ from tests.sampling import variants
 
 pytestmark = pytest.mark.slow
 
-JOB = (
-    WITHOUT_DYNAMO
-    + """import os, resource, sys, time
+JOB = """
+import os, resource, sys, time
 import torch
 how = sys.argv[1]
 model = torch.nn.Linear(4, 4)
@@ -53,7 +51,6 @@ for number in range(2000 if how == "wait" else 6):
         with open("/dev/full", "w") as full:
             full.write("checkpoint")
 """
-)
 RESTARTED = (
     "torchrun", "--standalone", "--nproc-per-node", "1", "--max-restarts", "1",
     "--monitor-interval", "0.1",

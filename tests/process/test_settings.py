@@ -18,7 +18,7 @@ from haiprof.run_format.setting_lines import (
     SETTINGS_FIELDS,
 )
 from tests.conftest import Once
-from tests.process.jobs import WITHOUT_DYNAMO, Job, rank_events, run_command, run_script, succeeded
+from tests.process.jobs import Job, rank_events, run_command, run_script, succeeded
 
 pytestmark = pytest.mark.slow
 RULES = {
@@ -91,7 +91,7 @@ Run = Callable[..., Job]
 def run(once: Once) -> Run:
     def start(script: str) -> Job:
         def make(folder: Path) -> Job:
-            head = COMMON if script is COSTLY else WITHOUT_DYNAMO + COMMON
+            head = COMMON
             extra = {"NCCL_API_TOKEN": "s3cr3t0123456789abcdef", "NCCL_DEBUG": "WARN"}
             return succeeded(run_script(folder, head + script, extra_environment=extra))
 

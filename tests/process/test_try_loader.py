@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.process.jobs import WITHOUT_DYNAMO, run_command
+from tests.process.jobs import run_command
 
-SLOW = (
-    WITHOUT_DYNAMO
-    + """import sys
+SLOW = """
+import sys
 import time
 from pathlib import Path
 
@@ -38,7 +37,6 @@ for step, batch in enumerate(loader):
         break
 print("workers", loader.num_workers)
 """
-)
 
 
 def test_a_free_loader_and_workers_are_measured(tmp_path: Path) -> None:

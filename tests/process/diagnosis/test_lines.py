@@ -8,13 +8,12 @@ import pytest
 
 from haiprof.diagnosis.engine import diagnose
 from haiprof.diagnosis.verdict import Finding
-from tests.process.jobs import WITHOUT_DYNAMO, run_script, succeeded
+from tests.process.jobs import run_script, succeeded
 
 pytestmark = pytest.mark.slow
 
-JOB = (
-    WITHOUT_DYNAMO
-    + """import sys, time
+JOB = """
+import sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -61,7 +60,6 @@ def main():
 if __name__ == "__main__":
     main()
 """
-)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +90,8 @@ def test_recorder_leaves_stacks_out(tmp_path: Path) -> None:
     assert not list(job.logs.glob("*/ranks/*/worker-*"))
 
 
-LOCK_JOB = (
-    WITHOUT_DYNAMO
-    + """import hashlib, queue, re, sys, threading, time
+LOCK_JOB = """
+import hashlib, queue, re, sys, threading, time
 import torch
 
 torch.set_num_threads(1)
@@ -133,7 +130,6 @@ while time.time() < until:
     model(x).square().mean().backward()
     optimizer.step()
 """
-)
 
 
 def judge(tmp_path: Path, other: str) -> list[Finding]:

@@ -16,14 +16,13 @@ import pytest
 
 from haiprof import Analyzer
 from haiprof.run_analysis.run_files import open_run
-from tests.process.jobs import PYTHON, WITHOUT_DYNAMO, environment, haiprof_command, run_script
+from tests.process.jobs import PYTHON, environment, haiprof_command, run_script
 from tests.sampling import variants
 
 pytestmark = pytest.mark.slow
 
-LOOP = (
-    WITHOUT_DYNAMO
-    + """import ctypes, os, signal, sys, time
+LOOP = """
+import ctypes, os, signal, sys, time
 import torch
 if os.environ.get("PLAIN"):  # as where nothing was compiled
     import haiprof.in_job.recorder, haiprof.in_job.spans
@@ -51,7 +50,6 @@ class Dies(torch.nn.Linear):
         time.sleep(60)
 Dies(4, 1)(torch.ones(2, 4))
 """
-)
 
 
 @dataclass(frozen=True)
@@ -125,9 +123,8 @@ def test_ended_children_are_noted_and_left_to_the_job(tmp_path: Path) -> None:
     assert child[1:] == [os.CLD_KILLED, signal.SIGKILL]
 
 
-CRASHES = (
-    WITHOUT_DYNAMO
-    + """import ctypes, faulthandler, os, signal, sys, threading, time
+CRASHES = """
+import ctypes, faulthandler, os, signal, sys, threading, time
 import torch
 way = sys.argv[1]
 model = torch.nn.Linear(4, 1)
@@ -165,7 +162,6 @@ print("trained", flush=True)
 {"crash": crash, "fork": fork, "recurse": lambda: recurse(0), "handle": handle, "send": send,
  "beside": crash_beside, "noted": crash_noted, "abort": os.abort}[way]()
 """
-)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="CPython 3.10 keeps frames otherwise")

@@ -32,7 +32,7 @@ from haiprof.live.find import running_jobs
 from haiprof.run_format.layout import RunPaths
 from haiprof.run_format.manifest import find_runs, has_ended, read_manifest
 from tests.commands import Run
-from tests.process.jobs import PYTHON, WITHOUT_DYNAMO_ALONE, environment
+from tests.process.jobs import PYTHON, environment
 from tests.process.live import within
 from tests.sampling import examples
 
@@ -45,9 +45,8 @@ HOSTILE = (
 # torchrun makes of these what they were: test_torchrun_leaves_the_scripts_arguments_alone
 FOR_TORCHRUN = tuple({"$$": "$$$$", "${local_rank}": "$${local_rank}"}.get(w, w) for w in HOSTILE)
 
-_TRAIN = (
-    WITHOUT_DYNAMO_ALONE
-    + """
+_TRAIN = """
+
 import json, os, sys, time
 import torch
 
@@ -70,7 +69,6 @@ if "RANK" in os.environ:
     torch.distributed.destroy_process_group()
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
-)
 
 
 def job_spec(**facts: Any) -> JobSpec:
