@@ -89,7 +89,7 @@ def test_rank_of_a_shared_file_is_not_guessed(tmp_path: Path) -> None:
     assert finding.rank is None
     assert "which rank printed it" in finding.missing
     (errors,) = [note for note in verdict.notes if "errors were printed" in note]
-    assert "KeyError: 'label' (train.py:18)" in errors
+    assert "KeyError: 'label' (train.py:17)" in errors
 
 
 @pytest.mark.proof
