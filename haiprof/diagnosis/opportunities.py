@@ -417,14 +417,15 @@ def join_fed_thread(
     `others` are samples of the training process's other threads.
     """
     holds = next((x for x in found if x.activity == ledger.GIL_WAIT and x.at is None), None)
-    own = _library_of_threads(table, others) if holds is not None else ""
+    if holds is None or not (own := _library_of_threads(table, others)):
+        return list(found)
     folders = (_IN_PACKAGE.sub("", frame.file) for frame in table.tree.frames)
     named = [own in re.split(r"[/\\]", folder) for folder in folders]
     named_library = np.array(named, dtype=np.bool_) & table.tree.library
     inside = table.tree.holds(np.append(named_library, False))[table.stack]
     ns = np.where(inside, 1 - _PURE, -_PURE) * table.ns
-    feeds = [each for each in found if own and each.at is not None and ns[each.rows].sum() > 0]
-    if holds is None or not feeds:
+    feeds = [each for each in found if each.at is not None and ns[each.rows].sum() > 0]
+    if not feeds:
         return list(found)
     largest = max(feeds, key=lambda each: float(table.ns[each.rows].sum()))
     joined = np.concatenate([each.rows for each in (*feeds, holds)])
